@@ -246,7 +246,7 @@ def _two_writers(run: DrilledRun) -> tuple[str, str]:
     run.send(SIGSTOP, [run.command])  # so that it does not end before the other one has started
     run.run_command(run.resume_words).wait(timeout=_PATIENCE_S)
     run.command.send_signal(SIGCONT)
-    return "must have one writer, and is held by", ""
+    return "is in use by", ""
 
 
 def _torn_save(run: DrilledRun) -> tuple[str, str]:

@@ -1,7 +1,6 @@
-"""What tables show of the rows of `results.json`, as `columns.yaml` says.
+"""Tables of the rows of `results.json`: `columns.yaml` has a title and a template for each column.
 
-The terminal shows them, a page of the report, and those of docs/, which docs/tables.py makes. A cell is Markdown, and
-may have a second line.
+The terminal, the report and docs/tables.py share them. A cell is Markdown, and may have a second line.
 """
 
 import statistics
@@ -13,7 +12,7 @@ from areal_lite.config.reading import read_yaml
 
 Row = Mapping[str, Any]
 Columns = dict[str, str]
-"""Title -> template of what is shown of a row."""
+"""Title -> template, filled from a row."""
 
 COLUMNS: dict[str, Columns] = read_yaml(Path(__file__).with_name("columns.yaml"), holding="columns by benchmark")
 NOTHING = "-"
@@ -26,7 +25,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 class _Shown:
-    """A value as templates show it.
+    """A value in a template. `{path:SCALE*.1f}` multiplies; a list shows its median, with `~` its spread below.
 
     >>> print("{a.b:.1f~} {a.c}".format_map(_Shown({"a": {"b": [1.0, 3.0, 2.0]}})))
     2.0
@@ -58,30 +57,30 @@ class _Shown:
 
 
 def rows_of(benchmark: str, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of a benchmark with what is only shown of them."""
+    """Return the rows of a benchmark with the fields that only its table needs."""
     derive = _DERIVED.get(benchmark)
     return [{**row, **derive(row)} if derive else row for row in rows]
 
 
-def _drilled(row: Row) -> Row:
+def _with_outcome(row: Row) -> Row:
     fault = f"{row['times']} x {row['fault']}" if row["times"] > 1 else row["fault"]
     return {"fault": fault, "outcome": "FAILED" if row["problems"] else "passed"}
 
 
-def _planned(run: Row) -> Row:
+def _with_rise(run: Row) -> Row:
     if run.get("end") is None:
         return {"rise": run["status"].partition(":")[0]}
     return {"rise": f"{run['end'] - run['start']:+.3f}"}
 
 
 def _with_ages(line: Row) -> Row:
-    """Have the trained tokens of age 0, 1, 2 ... in percent."""
+    """Add the trained tokens of age 0, 1, 2 ... in percent."""
     total, oldest = max(1, sum(line["ages"].values())), max(map(int, line["ages"]), default=-1)
     ages = (f"{100 * line['ages'].get(str(age), 0) / total:.0f}" for age in range(oldest + 1))
     return {"ages_percent": " ".join(ages)}
 
 
-def _aimed(row: Row) -> Row:
+def _with_target(row: Row) -> Row:
     if row.get("at_least") is None:
         wanted, is_met = f"at most {row['at_most']:g}", row["median"] <= row["at_most"]
     else:
@@ -90,17 +89,17 @@ def _aimed(row: Row) -> Row:
 
 
 _DERIVED: dict[str, Callable[[Row], Row]] = {
-    "drill": _drilled,
-    "soak": _drilled,
+    "drill": _with_outcome,
+    "soak": _with_outcome,
     "gpu-check": lambda row: {"outcome": row["outcome"].partition(":")[0]},
-    "plan": _planned,
+    "plan": _with_rise,
     "shares of modes": _with_ages,
-    "targets": _aimed,
+    "targets": _with_target,
 }
 
 
 def cells(columns: str | Columns, rows: Iterable[Row]) -> Iterator[list[str]]:
-    """Yield titles, and what is shown of each row: in the columns of a benchmark, or in others."""
+    """Yield the titles, then the cells of each row, in the columns of a benchmark or in others."""
     if isinstance(columns, str):
         rows = rows_of(columns, rows)
         columns = COLUMNS[columns]
@@ -110,12 +109,12 @@ def cells(columns: str | Columns, rows: Iterable[Row]) -> Iterator[list[str]]:
 
 
 def markdown(columns: str | Columns, rows: Iterable[Row]) -> str:
-    """Render the same in Markdown."""
+    """Render `cells` as a Markdown table."""
     return as_markdown(cells(columns, rows))
 
 
 def as_markdown(lines: Iterable[Sequence[str]]) -> str:
-    """Render lines of cells, the first of which has the titles; the lines of a cell are side by side."""
+    """Render lines of cells, titles first, as a Markdown table; two lines of a cell stand side by side."""
     titles, *others = lines
     ruler = "|---" + "|---:" * (len(titles) - 1) + "|"
     head, *rows = ["| " + " | ".join(line).replace("\n", " · ") + " |" for line in (titles, *others)]

@@ -1,7 +1,7 @@
-"""The event log by lane: what each did from when to when, and how much of its time it spent in which state.
+"""The event log by lane: what each lane did from when to when, and its share of time per state.
 
-A reading of a clock changes nothing, so that events that arrive late still count from their own time; a share is of the
-difference of two readings.
+Clocks add up the seconds of each state. Reading them changes nothing, so that events that arrive late still count from
+their own time; a share of time comes from the difference of two readings.
 """
 
 import bisect
@@ -14,7 +14,7 @@ from areal_lite.events import Event
 from areal_lite.record.run_files import number
 
 GAP = "gap"
-"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
+"""The run was not alive from this event on, until each lane's next one: such time is part of no share."""
 
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
@@ -25,7 +25,7 @@ _STATES = {
     "wait": "waiting", "train": "training", "trained": "publishing", "published": "other", GAP: GAP,
     "running": "",
 }  # fmt: skip
-"""The state after an event, of a worker or of the trainer, "" for that before; who was lost neither idles nor works."""
+"""The state of a worker or of the trainer after an event; "" keeps the state. A lost worker neither idles nor works."""
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -75,7 +75,7 @@ def event_begins(event: Event) -> float:
 
 
 def lived(events: Sequence[Event]) -> Callable[[float], float]:
-    """Return what gives the seconds from the first moment to another, without the time between two lives."""
+    """Return a function of a moment: the seconds from the first event to it, without the gaps between two starts."""
     begin, times = min(map(event_begins, events), default=0.0), sorted(event["time"] for event in events)
     ends = [event["time"] for event in events if event["kind"] == GAP]
     gaps = [(end, times[min(bisect.bisect(times, end), len(times) - 1)]) for end in ends]
@@ -83,7 +83,7 @@ def lived(events: Sequence[Event]) -> Callable[[float], float]:
 
 
 def steps_before_gaps(events: Iterable[Event]) -> set[int]:
-    """Return the steps after which the run did not live for a while; 0 for a gap before the first one."""
+    """Return the steps after which the run was not alive for a while."""
     kinds = [event for event in events if event["kind"] in ("published", GAP)]
     return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
@@ -136,7 +136,7 @@ class LaneClocks:
         self._totals: dict[str, dict[str, float]] = {}
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take events of any lanes, each lane's in order of time; of others, and of unknown kinds, nothing is kept."""
+        """Add events of any lanes, each lane's in order of time; other lanes and unknown kinds are ignored."""
         for event in events:
             kind, time = event["kind"], event["time"]
             if kind not in _STATES:
@@ -152,7 +152,7 @@ class LaneClocks:
                 self._now[one] = state, running, max(time, since)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
-        """Return what all clocks say."""
+        """Read all clocks at a time."""
         return {lane: self._reading(lane, time) for lane in self._now}
 
     def _reading(self, lane: str, time: float) -> dict[str, float]:
@@ -164,14 +164,14 @@ class LaneClocks:
 
 
 def reading(events: Iterable[Event], time: float) -> Reading:
-    """Return what the clocks of an event log say at a time."""
+    """Read the clocks of an event log at a time."""
     clocks = LaneClocks()
     clocks.feed(sorted((event for event in events if event["time"] <= time), key=lambda event: event["time"]))
     return clocks.read(time)
 
 
 class Stretch:
-    """What the lanes did between two readings of all clocks."""
+    """The time between two readings of all clocks."""
 
     def __init__(self, before: Reading, after: Reading) -> None:
         self.workers = sorted(after.keys() - {"trainer"}, key=lane_order)
@@ -182,17 +182,17 @@ class Stretch:
         }
 
     def spent(self, *states: str) -> float:
-        """Seconds in some states, added up over the workers; `slot_seconds` is the integral of running samples."""
+        """Return the seconds in some states, added up over the workers; `slot_seconds` integrates running samples."""
         return sum(self._gained[lane].get(state, 0.0) for lane in self.workers for state in states)
 
     def shares(self, lane: str) -> dict[str, float]:
-        """Share of a lane's time by state; empty for no time."""
+        """Return the share of a lane's time by state; empty for no time."""
         gained = self._gained.get(lane, {})
         spent = {state: seconds for state, seconds in gained.items() if state not in ("slot_seconds", GAP)}
         elapsed = sum(spent.values())
         return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
 
     def share(self, *states: str, lane: str | None = None) -> float:
-        """Share of the time in some states: of one lane, or the workers' mean."""
+        """Return the share of time in some states: of one lane, or the workers' mean."""
         shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
         return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)

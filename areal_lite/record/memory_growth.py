@@ -5,6 +5,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from areal_lite.record.run_files import numbers
+
 _STEPS = 60
 """Rows that are looked at: the last ones."""
 _PARTS = 6
@@ -22,8 +24,9 @@ def growth_warning(rows: Sequence[Mapping[str, Any]]) -> str:
     last = rows[-_STEPS:]
     if len(last) < _STEPS:
         return ""
-    for name in last[-1].get("memory_mb") or {}:
-        values = [row["memory_mb"][name] for row in last if name in (row.get("memory_mb") or {})]
+    memory = [numbers(row.get("memory_mb")) for row in last]
+    for name in memory[-1]:
+        values = [row[name] for row in memory if name in row]
         size = len(values) // _PARTS
         means = [fmean(values[part * size : (part + 1) * size]) for part in range(_PARTS if size else 0)]
         is_steady = all(before < after for before, after in pairwise(means))

@@ -1,5 +1,5 @@
-"""Every figure of a run, declared once: its key in `metrics.jsonl`, how ranks and updates make one number of it, its
-unit, and where it is shown.
+"""Declares every figure of a run: its key in `metrics.jsonl`, how it is reduced over ranks and updates, its unit, and
+where it is shown.
 
 To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer; a new
 divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's panel and the tables of `docs/runs.md`
@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 
 class Reduction(StrEnum):
-    """How the values of updates and ranks become one."""
+    """How a figure is reduced over updates and ranks."""
 
     SUM = "sum"
     MAX = "largest"
     ALIKE = "alike on all ranks"
-    """Added up over the updates, not over the ranks."""
+    """Summed over the updates, not over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +33,28 @@ class Metric:
     name: str
     """Its key in a row."""
     about: str
-    """What it is, and when there is none."""
+    """What it is, and when it is missing."""
     unit: str = ""
-    """Of the value, as its axis says it."""
+    """Of the value, as on its axis."""
     _: KW_ONLY
     reduction: Reduction | None = None
-    """Of what the trainer adds up; None = measured by the controller or the queue."""
+    """Of the trainer's totals; None = measured by the controller or the queue."""
     over: str = ""
     """What the total is divided by: another metric, or a count of `train/stats.py`."""
     empty: float | None = 0.0
     """The value of a step in which nothing was added, or with nothing to divide by."""
     board: str = ""
-    """Its group in TensorBoard; none where empty. Of a mapping every entry is shown."""
+    """Its group in TensorBoard; empty = not shown. Of a mapping every entry is shown."""
     curve: str = ""
-    """Title of its curve in the report; none where empty."""
+    """Title of its curve in the report; empty = no curve."""
     section: Literal["Loss diagnostics", "Lengths", "Speed and idle time"] = "Loss diagnostics"
-    """The part of the report with the curve: those that draw declared metrics."""
+    """The part of the report with the curve."""
     panel: tuple[str, str] | None = None
-    """Row of the terminal's panel, and what it says there."""
+    """Row of the terminal's panel, and the text there."""
 
     @property
     def tag(self) -> str:
-        """Its name in TensorBoard, where the group `eval` says what the key says."""
+        """Its name in TensorBoard; the group `eval` replaces the prefix of the key."""
         return f"{self.board}/{self.name.removeprefix('eval_') if self.board == 'eval' else self.name}"
 
     def parts(self, row: Mapping[str, Any]) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Metric:
         return total / count if count else self.empty
 
     def words(self, row: Mapping[str, Any], **bounds: float) -> str:
-        """Return what the terminal says: a dash where there is no value, the parts where there are several."""
+        """Return the text for the terminal: a dash if there is no value, each part if there are several."""
         assert self.panel is not None
         text, value = self.panel[1], row.get(self.name)
         if isinstance(value, float) and 0 < value < 10:

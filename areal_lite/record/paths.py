@@ -1,7 +1,7 @@
-"""Files, models and functions that a recipe names: actors run in other folders, so they are made absolute first.
+"""Makes the paths in a recipe absolute, as actors run in other folders: files, models and functions.
 
-`Refers` of `config/section.py` marks files and models, in sections and in the model of a verifier's arguments;
-functions are known by their form, path.py:function.
+`Refers` of `config/section.py` marks the fields that hold files and models, in sections and in the arguments of a
+verifier; a function is known by its form, path.py:function.
 """
 
 import os
@@ -106,7 +106,7 @@ def find_model_folder(path: str | Path, *, option: str, with_weights: bool = Tru
             them all.
 
     Raises:
-        ConfigError: It is neither, the run has no model to give yet, or that of a checkpoint is not what was saved.
+        ConfigError: It is none of these, the run has no model yet, or its model is damaged.
     """
     folder = Path(path).expanduser().resolve()
     if is_hub_id(str(path)) and str(path).count("/") == 1 and ":" not in str(path):
@@ -116,14 +116,14 @@ def find_model_folder(path: str | Path, *, option: str, with_weights: bool = Tru
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option} must be a Hugging Face model folder, or the folder of a run that has ended, got {path}, which "
-            "has no config.json: give the folder that holds config.json and the weights"
+            "has no config.json. Fix: name the folder with config.json and the weights"
         )
     checkpoint = folder.parent
     of_a_run = folder.name == "model" and checkpoint in whole_checkpoints(checkpoint.parent).values()
     if with_weights and of_a_run and (problem := damage(checkpoint, "model/")):
         raise ConfigError(
-            f"{option} must be the model that was saved, got {folder}, which is damaged: {problem}: give another, or "
-            "copy the folder elsewhere to use it as it is"
+            f"{option} must be an undamaged model, got {folder}: {problem}. Fix: name another, or copy the folder "
+            "elsewhere to use it as it is"
         )
     return folder
 
@@ -136,7 +136,7 @@ _RELOADED_WRONGLY |= dict.fromkeys(
     _STATES,
 )
 _RELOADED_WRONGLY |= dict.fromkeys(("step3_text", "step3p5"), "copies projections past its weight loaders")
-"""What vLLM does to new weights of a kind of model: by its source (0.32) or by its issues 48312 and 48284."""
+"""How vLLM damages reloaded weights, by model type: from its source (0.32) and its issues 48312 and 48284."""
 
 
 def check_model(config: Config | OfflineConfig, model_folder: Path) -> None:
@@ -173,8 +173,8 @@ def _from_hub(name: str, *, option: str, with_weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # connection errors of several libraries, and the library's own
         raise ConfigError(
-            f"{option}={name} is no folder, and cannot be had from the hub ({type(error).__name__}): correct it; or, "
-            f"where there is a network, type `hf download {name} --local-dir DIR`, bring DIR here, and give that"
+            f"{option}={name} is no folder, and cannot be downloaded from the hub ({type(error).__name__}). Fix: "
+            f"correct it; or run `hf download {name} --local-dir DIR` on another machine, copy DIR here, and name DIR"
         ) from error
 
 
@@ -186,6 +186,6 @@ def _model_of_run(folder: Path, *, option: str) -> Path:
     if not (checkpoint / "model" / "config.json").is_file():
         raise ConfigError(
             f"{option}={folder} must be a run that has ended, got one whose newest checkpoint, {checkpoint.name}, "
-            "holds no model: let it end, or continue it with run.resume"
+            "holds no model. Fix: wait until it ends, or resume it"
         )
     return checkpoint / "model"

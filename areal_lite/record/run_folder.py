@@ -308,7 +308,7 @@ class RunFolder:
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings that differ from their defaults, by `section.field`; None for a config of another version."""
+    """Return the settings that differ from their defaults, by `section.field`; None if they cannot be read."""
     try:
         return flattened(parse_saved_config(config).model_dump(exclude_defaults=True))
     except ConfigError:
@@ -316,7 +316,7 @@ def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return what is not the same in all configs or summaries: by `section.field`, one value each, None for none."""
+    """Return what differs between configs or summaries: by `section.field`, one value each, None if missing."""
     flat = [flattened(table) for table in tables]
     keys = dict.fromkeys(key for found in flat for key in found)
     rows = {key: [found.get(key) for found in flat] for key in keys}

@@ -1,7 +1,7 @@
-"""Where else the figures of a run are shown, each through its own package: `run.trackers`, `run.prometheus_port`.
+"""Sends a run's figures to TensorBoard, wandb, MLflow (`run.trackers`) and Prometheus (`run.prometheus_port`).
 
-A run that is resumed, or goes back, goes on in the same place there. Accounts, servers and projects are the packages'
-own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
+A resumed run continues in the same place there. Accounts, servers and projects are the packages' own settings
+(`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
 """
 
 import errno
@@ -30,27 +30,29 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-s
 
 
 class Tracker(Protocol):
-    """One place."""
+    """One service that shows a run's figures."""
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Add a step: its row of `metrics.jsonl`, and the figures of it that are shown, by `group/name`."""
+        """Add a step: its row of `metrics.jsonl`, and the figures to show, by `group/name`."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         """Add some samples of a batch, at least one, as a table."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise a `ConfigError` where the package of one that `run.trackers` names is not here; none is imported."""
+    """Raise a `ConfigError` if a package that `run.trackers` needs is not installed; none is imported."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"run.trackers={name} needs a package that is not here: pip install {_PACKAGES[name]}")
+            raise ConfigError(
+                f"run.trackers={name} needs a package that is not installed. Fix: pip install {_PACKAGES[name]}"
+            )
 
 
 def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list[Tracker]:
-    """Open what `run.trackers` names for a run folder with its `config.json`; a `ConfigError` where one cannot be."""
+    """Open the services that `run.trackers` names, for a folder with a `config.json`; a `ConfigError` if one fails."""
     kinds: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MlFlow}
     trackers = []
     for name in names:
@@ -58,13 +60,13 @@ def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list
             trackers.append(kinds[name](folder, next_step))
         except Exception as error:  # the packages' own, of many kinds
             raise ConfigError(
-                f"run.trackers={name} must let the run in, got {type(error).__name__}: {error}"
+                f"run.trackers={name} cannot be opened: {type(error).__name__}: {error}. Fix: set it up, or remove it"
             ) from error
     return trackers
 
 
 class _TensorBoard:
-    """By TensorBoard's own writer: the one in torch would have the controller import torch, for seconds."""
+    """Uses TensorBoard's own writer: that of torch would make the controller import torch, which takes seconds."""
 
     def __init__(self, folder: Path, next_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -75,7 +77,7 @@ class _TensorBoard:
         self._event, self._summary, self._text, self._folder = Event, Summary, text_pb, folder
         self._open = functools.partial(EventFileWriter, str(folder / "tensorboard"))
         self._board = self._open()
-        self._add(next_step, session_log=SessionLog(status=SessionLog.START))  # what an earlier run had of it is hidden
+        self._add(next_step, session_log=SessionLog(status=SessionLog.START))  # hides later steps of an earlier start
         self._add_text("recipe", indent((folder / "config.json").read_text(), " " * 4), step=0)
 
     def _add(self, step: int, **content: Any) -> None:
@@ -109,7 +111,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Figures stand over the trainer's steps: wandb's own only grow, and a run may go back."""
+    """Figures are plotted over the trainer's step: wandb's own step can only grow, and a run may go back."""
 
     def __init__(self, folder: Path, next_step: int) -> None:
         import wandb
@@ -157,10 +159,10 @@ class _MlFlow:
 
 
 class PrometheusPage:
-    """A tracker: `http://address:port/metrics` has `areal_lite_<metric>`, with a label `part` where it has parts."""
+    """Serves `areal_lite_<metric>` at `http://address:port/metrics`, with a label `part` for metrics with parts."""
 
     def __init__(self, metrics: Iterable[Metric], *, address: str, port: int) -> None:
-        """Serve from a thread until `close`; a `ConfigError` where the port is taken."""
+        """Serve from a thread until `close`; a `ConfigError` if the port is in use."""
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         registry = CollectorRegistry()
@@ -173,17 +175,17 @@ class PrometheusPage:
             self._server, self._thread = start_http_server(port, addr=address, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"run.prometheus_port={port} must be free on {address}, got {error}: choose another port, or null"
+                f"run.prometheus_port={port} must be free on {address}, got {error}. Fix: choose another port, or null"
             ) from error
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Take the row of a step; a figure that a step does not have keeps its last value."""
+        """Update the figures; one that the step does not have keeps its last value."""
         for metric, gauge in self._gauges.items():
             for part, number in metric.parts(row).items():
                 gauge.labels(part).set(number)
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show none: they are no figures."""
+        """Do nothing: Prometheus holds numbers only."""
 
     def close(self) -> None:
         """Stop serving."""

@@ -1,8 +1,8 @@
-"""One writer per run folder (invariant I9): `writer.json` says who writes there, locked by flock, with a heartbeat.
+"""One writer per run folder (invariant I9): `writer.json` names it, is locked by flock, and carries a heartbeat.
 
-flock alone does not reach over every network file system, and a heartbeat alone is late: an owner is gone when its lock
-is free and its process is dead, or, on another machine, when its heart (the file's modification time) stands still
-while somebody looks. Clocks are not compared.
+Some network file systems do not share flocks, and a heartbeat alone is slow. So a writer is taken for dead when its
+lock is free and its process has ended; or, on another machine, when its heartbeat (the file's modification time) does
+not change for a while. Clocks of two machines are never compared.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from areal_lite.record.run_files import has_shape
 
 _OWNER = {"host": str, "machine": str, "pid": int, "began": float, "since": str}
 _CLOCK_S = 5.0
-"""When a process began is reckoned from the clock, which may have been set since."""
+"""Tolerance of a process's start time: it is computed from the clock, which may have been set since."""
 _BEAT_S, _SILENCE_S = 5.0, 120.0
-"""Between two signs of life, and how long an owner on another machine must show none."""
+"""Between two heartbeats, and without one until a writer on another machine is taken for dead."""
 _NO_PLACE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOTDIR,
     errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP,
 }  # fmt: skip
-"""What is wrong with a place to write, and not with what is done there."""
+"""Errors of the place that is written to, not of the code that writes."""
 
 
 @contextlib.contextmanager
 def writable(what: str, folder: Path) -> Iterator[None]:
-    """Raise a `ConfigError` for what a closed folder or a full disk says to whatever writes there."""
+    """Turn errors of a read-only folder or a full disk into a `ConfigError` that names the folder."""
     try:
         yield
     except Exception as error:
@@ -46,8 +46,8 @@ def writable(what: str, folder: Path) -> Iterator[None]:
         if number not in _NO_PLACE and (number != errno.ENOENT or folder.exists()):
             raise
         raise ConfigError(
-            f"{what} must be one to write in, got {folder.absolute()}: {getattr(error, 'strerror', None) or error}; "
-            "choose another, or mend that"
+            f"{what} must be writable, got {folder.absolute()}: {getattr(error, 'strerror', None) or error}. Fix: "
+            "choose another, or make it writable"
         ) from error
 
 
@@ -55,11 +55,11 @@ class SoleWriter:
     """Holds a run folder while it is entered."""
 
     def __init__(self, folder: Path, *, take_over: bool = False, say: Callable[[str], object] = print) -> None:
-        """Nothing is touched yet.
+        """Nothing on the disk changes yet.
 
         Args:
             folder: Made where it is missing.
-            take_over: Whoever holds it loses it, and writes nothing more there.
+            take_over: Take it from a writer that still holds it, which then writes nothing more.
         """
         self._folder, self._path, self._take_over, self._say = folder, folder / "writer.json", take_over, say
         self._before, self._stop = b"", threading.Event()
@@ -68,22 +68,22 @@ class SoleWriter:
         self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
 
     def __enter__(self) -> Self:
-        """Take the folder; a `CheckpointError` names who else holds it, a `ConfigError` what is no place to write."""
+        """Take the folder; a `CheckpointError` names another holder, a `ConfigError` an unwritable folder."""
         self._is_new = not self._folder.exists()
         with writable("a run folder (run.dir)", self._folder), contextlib.ExitStack() as files:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if self._take_over:  # a lock cannot be taken from a process that lives, its file can
+            if self._take_over:  # the lock of a live process cannot be taken, but its file can be replaced
                 self._path.unlink(missing_ok=True)
             is_there = False
-            while not is_there:  # else it was removed before it was locked
+            while not is_there:  # the file may be removed between opening and locking it
                 file = self._file = files.enter_context(self._path.open("a+b"))
                 is_free, (_, found) = _flock(file.fileno()), self._lease()
                 is_ours = is_free and (not found or self._is_gone(_owner(found)))
                 is_there = os.fstat(file.fileno()).st_nlink > 0
             if not is_ours:
                 raise CheckpointError(
-                    f"{self._folder} must have one writer, and is held by {_named(_owner(found))}: wait for its end, "
-                    f"or end it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
+                    f"{self._folder} is in use by {_named(_owner(found))}. Fix: wait until it ends, or end it; if you "
+                    f"know that it is dead: areal-lite resume {self._folder} --take-over"
                 )
             self._before = found
             file.truncate(0)
@@ -91,21 +91,20 @@ class SoleWriter:
             file.flush()
             os.fsync(file.fileno())
             self._files = files.pop_all()
-        self.check()  # where flock does nothing, two may have come this far
+        self.check()  # where flock has no effect, two writers may have come this far
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
         return self
 
     def settle(self) -> None:
-        """Say that the folder is about to change: what a predecessor left in the lease does not come back."""
+        """Forget the previous writer's entry, which is restored if this one leaves without changing anything."""
         self._before = b""
 
     def check(self) -> None:
-        """Raise a `CheckpointError` where somebody else has taken the folder over."""
+        """Raise a `CheckpointError` if another process has taken the folder over."""
         if (found := self._lease()[1]) != self._mine:
             raise CheckpointError(
-                f"{self._folder} must have one writer, and was taken over from this one by {_named(_owner(found))}: "
-                "nothing more is written here"
+                f"{self._folder} was taken over by {_named(_owner(found))}: this process writes nothing more there"
             )
 
     def __exit__(self, *error: object) -> None:
@@ -124,7 +123,7 @@ class SoleWriter:
     def _is_gone(self, owner: dict[str, Any]) -> bool:
         if owner.get("machine") == _machine():
             return find_process(owner["pid"], owner["began"]) is None
-        self._say(f"waiting {_SILENCE_S:g} s for a sign of life of {_named(owner)}, who holds {self._folder}")
+        self._say(f"waiting {_SILENCE_S:g} s for a heartbeat of {_named(owner)}, which holds {self._folder}")
         seen, until = self._lease(), time.monotonic() + _SILENCE_S
         while time.monotonic() < until:
             time.sleep(min(_BEAT_S, _SILENCE_S / 4))
@@ -138,16 +137,16 @@ class SoleWriter:
                 os.utime(self._file.fileno())
 
     def _lease(self) -> tuple[int, bytes]:
-        """Return when its heart last beat, and who holds it; nothing where it has ended."""
+        """Return the time of the last heartbeat and the holder's entry; nothing if the folder is free."""
         try:
-            with self._path.open("rb") as file:  # opened anew: network file systems then ask their server
+            with self._path.open("rb") as file:  # opening makes network file systems ask their server
                 return os.fstat(file.fileno()).st_mtime_ns, file.read()
         except FileNotFoundError:
             return 0, b""
 
 
 def find_process(pid: int, began: float) -> psutil.Process | None:
-    """Return the process of this machine that began then, in seconds since the epoch; None where it has ended."""
+    """Return the process of this machine that began then, in seconds since the epoch; None if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         if abs(process.create_time() - began) <= _CLOCK_S and process.status() != psutil.STATUS_ZOMBIE:
@@ -156,7 +155,7 @@ def find_process(pid: int, began: float) -> psutil.Process | None:
 
 
 def _flock(number: int) -> bool:
-    """Whether nobody else has the lock; True where the file system has none."""
+    """Take the lock; False if another process has it, True if the file system has no locks."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -165,7 +164,7 @@ def _flock(number: int) -> bool:
 
 
 def _machine() -> str:
-    """Tell machines, their starts, and containers with process ids of their own apart."""
+    """Return an id of this boot of this machine, and of the container whose process ids count."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -182,5 +181,5 @@ def _owner(content: bytes) -> dict[str, Any]:
 
 def _named(owner: dict[str, Any]) -> str:
     if not owner:
-        return "a process that has not said its name"
+        return "an unknown process"
     return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"

@@ -97,7 +97,7 @@ def test_a_folder_that_is_held_is_refused_first(stopped: Path) -> None:
     """Seen failing without the lock: the recipe was looked at, and the run went on."""
     with SoleWriter(stopped / "run"):
         before = contents(stopped / "run")
-        with pytest.raises(ArealLiteError, match="must have one writer, and is held by process"):
+        with pytest.raises(ArealLiteError, match="is in use by process"):
             resume(stopped)
         assert contents(stopped / "run") == before
 
@@ -150,7 +150,7 @@ def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, pla
     """Seen failing with Python's own error."""
     (tmp_path / "file").touch()
     config = loop_config(tmp_path, run={"dir": str(tmp_path / place)}, model={"path": "nowhere"})
-    with pytest.raises(ConfigError, match=rf"run folder .* must be one to write in, got .*{place}: {message}"):
+    with pytest.raises(ConfigError, match=rf"run folder .* must be writable, got .*{place}: {message}"):
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
 
 
@@ -166,7 +166,7 @@ def test_a_run_folder_that_may_only_be_read_is_said_before_anything_is_loaded(
         return opened(path, mode, *more, **named)
 
     monkeypatch.setattr(Path, "open", read_only)
-    with pytest.raises(ConfigError, match=r"run folder .* must be one to write in, got .*/run: Read-only file system"):
+    with pytest.raises(ConfigError, match=r"run folder .* must be writable, got .*/run: Read-only file system"):
         resume(stopped, model={"path": "nowhere"})
     assert contents(stopped / "run") == before
 
@@ -218,9 +218,7 @@ def test_a_disk_that_is_full_as_a_run_begins_is_a_sentence(stopped: Path, monkey
     monkeypatch.setattr(train_module, "places_for", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(train_module, "_check_resources", lambda *_: None)
     monkeypatch.setattr("areal_lite.record.run_folder.write_whole", full)
-    with pytest.raises(
-        ConfigError, match=r"run folder .* must be one to write in, got .*/run: No space left on device"
-    ):
+    with pytest.raises(ConfigError, match=r"run folder .* must be writable, got .*/run: No space left on device"):
         resume(stopped)
 
 

@@ -199,7 +199,9 @@ def test_a_model_of_a_run_that_is_not_the_saved_one_is_refused(tmp_path: Path) -
     assert find_model_folder(run, option="model.path") == find_model_folder(model, option="model.path") == model
     (model / "config.json").write_text("[]")
     for path in (run, model):
-        with pytest.raises(ConfigError, match=r"model\.path must be .*damaged: model/config\.json: expected .*, found"):
+        with pytest.raises(
+            ConfigError, match=r"model\.path must be an undamaged model, .*: model/config\.json: expected .*, found"
+        ):
             find_model_folder(path, option="model.path")
     manifest = model.parent / "manifest.json"
     manifest.write_text(json.dumps({"meta.json": json.loads(manifest.read_text())["meta.json"]}, indent=1))

@@ -221,8 +221,8 @@ def test_the_legend_names_every_kind_and_mark_in_sight_and_no_other(browser: Any
         return list(browser.execute_script(script, start, end))
 
     kinds = ["pause of the engines", "draining", "verification", "training", "publication", "waiting"]
-    marks = ["evaluation", "checkpoint", "parity check", "worker lost", "worker back", "worker started anew"]
-    lines = ["a publication begins", "the run did not live: left out"]
+    marks = ["evaluation", "checkpoint", "parity check", "worker lost", "worker back", "worker restarted"]
+    lines = ["a publication begins", "not running: left out"]
     assert (len(kinds), len(marks) + 1) == (len(KINDS), len(_MARKS))
     assert legend(0, 5) == [*(f"version {version}" for version in range(5)), *kinds, *marks, *lines]
     assert legend(0, 0.7) == ["version 0", "training", "waiting", "evaluation"]

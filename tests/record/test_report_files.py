@@ -57,11 +57,11 @@ def test_a_row_of_another_version_ends_no_report(file: str, row: str, tmp_path: 
 def test_a_run_that_is_still_going_has_no_summary(tmp_path: Path) -> None:
     found = RunFiles(make_run(tmp_path / "run", summary=False))
     assert (found.summary, found.notes) == ({}, ["summary.json is missing"])
-    assert _headline(found)["status"] == "still going, or cut off"
+    assert _headline(found)["status"] == "active, or killed"
 
 
 def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected the folder of a run, got .*nowhere, no such folder"):
+    with pytest.raises(DataError, match=r"expected a run folder, got .*nowhere, no such folder"):
         RunFiles(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"a folder with none of config\.json, metrics\.jsonl, events\.jsonl"):
         RunFiles(tmp_path)

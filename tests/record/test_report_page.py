@@ -72,7 +72,7 @@ def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
         "Loss diagnostics",
         "Summary",
     ]
-    assert bench == ["Overview", "Modes", "Runs", "All of it"]
+    assert bench == ["Overview", "Modes", "Runs", "All results"]
 
 
 def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
 def test_results_of_another_version_stand_in_the_whole(tmp_path: Path, results: dict[str, Any]) -> None:
     """Seen failing with a KeyError."""
     (tmp_path / "results.json").write_text(json.dumps(results))
-    assert headings(write_bench(tmp_path)) == ["Overview", "All of it"]
+    assert headings(write_bench(tmp_path)) == ["Overview", "All results"]
 
 
 def test_pages_ask_the_network_for_nothing(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_command_writes_each_kind_of_page_and_says_where(
     assert said.splitlines() == [f"report: {run / 'report.html'}", "report: comparison.html", "report: b.html"]
     assert all(Path(line.removeprefix("report: ")).is_file() for line in said.splitlines())
     assert main(["report", "nowhere"]) == 1
-    assert "expected the folder of a run" in capsys.readouterr().err
+    assert "expected a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mix", "shown"), [({}, "arith"), ({"sums": {}, "game": {}}, "sums + game")])
@@ -227,7 +227,7 @@ def test_what_eta_is_stands_on_the_page_that_names_it(tmp_path: Path) -> None:
     """Seen failing without the line. A run without a queue has neither."""
     online, offline = make_run(tmp_path / "online"), make_offline_run(tmp_path / "offline")
     assert (
-        "<p>eta: how many versions old a token may be at most when it is trained</p>"
+        "<p>eta: the largest age, in versions, that a token may have when it is trained</p>"
         in write_report(online).read_text()
     )
     assert "<p>eta" not in write_report(offline).read_text()

@@ -78,7 +78,7 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(tmp_path: Pa
         before = contents(tmp_path)
         with pytest.raises(CheckpointError) as caught, SoleWriter(tmp_path):
             pass
-        assert f"is held by process {process.pid} on {os.uname().nodename}, since " in str(caught.value)
+        assert f"is in use by process {process.pid} on {os.uname().nodename}, since " in str(caught.value)
         assert f"areal-lite resume {tmp_path} --take-over" in str(caught.value)
         assert contents(tmp_path) == before
     assert (tmp_path / "writer.json").exists()
@@ -99,7 +99,7 @@ def test_without_flock_the_process_decides(
         with SoleWriter(tmp_path):
             pass
     else:
-        with pytest.raises(CheckpointError, match="is held by process"), SoleWriter(tmp_path):
+        with pytest.raises(CheckpointError, match="is in use by process"), SoleWriter(tmp_path):
             pass
 
 
@@ -116,7 +116,7 @@ def test_an_owner_on_another_machine_is_watched_before_it_counts_as_gone(
         assert time.monotonic() - begun >= 0.3
         held.check()
     assert said == [
-        f"waiting 0.3 s for a sign of life of process {os.getpid()} on gpu7, since Sunday, who holds {tmp_path}"
+        f"waiting 0.3 s for a heartbeat of process {os.getpid()} on gpu7, since Sunday, which holds {tmp_path}"
     ]
 
 
@@ -129,7 +129,7 @@ def test_an_owner_on_another_machine_that_lives_is_not_waited_for(
         monkeypatch.setattr(writer, "_machine", lambda: "another")
         begun = time.monotonic()
         monkeypatch.setattr(writer, "_BEAT_S", 0.05)
-        with pytest.raises(CheckpointError, match="is held by"), SoleWriter(tmp_path, say=lambda _: None):
+        with pytest.raises(CheckpointError, match="is in use by"), SoleWriter(tmp_path, say=lambda _: None):
             pass
         assert time.monotonic() - begun < 60, "of 120 s"
 
@@ -139,7 +139,7 @@ def test_who_is_taken_over_notices_and_leaves_the_lease_alone(tmp_path: Path) ->
     with SoleWriter(tmp_path) as old:
         with SoleWriter(tmp_path, take_over=True) as new:
             new.check()
-            with pytest.raises(CheckpointError, match=r"was taken over from this one by process \d+ on .*nothing more"):
+            with pytest.raises(CheckpointError, match=r"was taken over by process \d+ on .*nothing more"):
                 old.check()
             old._stop.set()
         with pytest.raises(CheckpointError, match="taken over"):
@@ -178,7 +178,7 @@ def test_a_lease_that_cannot_be_read_is_watched_too(
     said: list[str] = []
     with SoleWriter(tmp_path, say=said.append) as held:
         held.check()
-    assert "of a process that has not said its name, who holds" in said[0]
+    assert "of an unknown process, which holds" in said[0]
 
 
 def test_what_is_wrong_with_the_work_is_not_said_of_the_folder(tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_what_is_wrong_with_the_work_is_not_said_of_the_folder(tmp_path: Path) -
             with pytest.raises(type(error), match="x"), writable("a folder", tmp_path):
                 raise error
     for number, folder in ((errno.EDQUOT, tmp_path), (errno.ENOENT, tmp_path / "none")):
-        with pytest.raises(ConfigError, match="a folder must be one to write in"), writable("a folder", folder):
+        with pytest.raises(ConfigError, match="a folder must be writable"), writable("a folder", folder):
             raise OSError(number, "x")

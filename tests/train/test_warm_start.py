@@ -179,7 +179,7 @@ def test_no_room_for_it_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").touch()
     config, said = (
         recipe(data=GUESS, model=SMALL),
-        r"the folder for the built-in model, .* must be one to write in, got ",
+        r"the folder for the built-in model, .* must be writable, got ",
     )
     with pytest.raises(ConfigError, match=rf"{said}.*/file/cache: Not a directory; choose another"):
         ensure_warm_start(config, cache_dir=tmp_path / "file" / "cache")

@@ -14,9 +14,9 @@ __all__ = ["write_bench", "write_comparison", "write_report"]
 
 
 def write_report(run_folder: Path, *, out: Path | None = None, refresh_s: float = 0.0) -> Path:
-    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path.
+    """Write the page of a finished or active run to `out` or to `report.html` in its folder; return its path.
 
-    With `refresh_s` it loads itself anew so often, for whoever writes it again and again.
+    With `refresh_s` a browser reloads the page every so many seconds.
     """
     run = RunFiles(run_folder)
     path, sections = out or run_folder / "report.html", run_sections(run)
@@ -24,7 +24,7 @@ def write_report(run_folder: Path, *, out: Path | None = None, refresh_s: float 
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
-    """Write a page that compares at least two runs, the others with the first."""
+    """Write a page that compares two runs or more."""
     names = [path.resolve().name for path in run_folders]
     distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
     runs = [RunFiles(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
@@ -32,11 +32,11 @@ def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
 
 
 def write_bench(folder: Path, *, out: Path | None = None) -> Path:
-    """Write the page of a benchmark's `results.json`; a `DataError` where that cannot be read."""
+    """Write the page of a benchmark's `results.json`; a `DataError` if that cannot be read."""
     notes: list[str] = []
     results = read_json(folder / "results.json", notes)
     if notes:
-        raise DataError(f"expected the results of areal-lite bench in {folder}, but {notes[0]}: run it again")
+        raise DataError(f"expected the results of a benchmark in {folder}, but {notes[0]}. Fix: run it again")
     path, title = out or folder / "report.html", folder.resolve().name
     return write_page(path, title=title, subtitle="benchmark", sections=bench_sections(results))
 

@@ -1,4 +1,4 @@
-"""What stands on the page about `results.json` of `areal-lite bench`, whichever benchmark wrote it."""
+"""The sections of a page about the `results.json` of any benchmark."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ def bench_sections(results: Row) -> Iterator[Section]:
     columns = results.get("columns") or str(results.get("benchmark"))
     yield Section("Figures", [_table(columns, _rows(results.get("rows")))])
     yield Section("Targets", [_table("targets", _rows(results.get("targets")))])
-    yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
+    yield Section("All results", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
 
 
 def _table(columns: Any, rows: Sequence[Row]) -> Block:
-    """Show rows as the terminal does; those that another version wrote, in another form, stand in the whole alone."""
+    """Show rows as the terminal does; rows of another version, in another form, appear in the JSON alone."""
     try:
         titles, *shown = cells(columns, rows)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -57,7 +57,7 @@ def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Cha
         "arrayminus": [spread["median"] - spread.get("low", spread["median"]) for spread in known.values()],
     }  # fmt: skip
     trace = {"type": "bar", "x": list(known), "y": medians, "error_y": error, "marker": {"color": COLOURS[0]}}
-    note = "median, and the spread of the repeats"
+    note = "median, with the lowest and the highest of the repeats"
     return Chart(title=title, data=[trace], layout={"showlegend": False}, note=note) if known else None
 
 

@@ -1,4 +1,4 @@
-"""Charts as plain Plotly figures (`data`, `layout`); the colours of text and ground are the page's."""
+"""Charts as plain Plotly figures (`data`, `layout`); the page sets the colours of text and background."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
-"""Told apart on white, on black, and by most colour-blind eyes."""
+"""Distinguishable on white, on black, and by most colour-blind readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Chart:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     note: str = ""
-    """What one should know to read it."""
+    """Shown below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,30 +32,30 @@ class Line:
 
     @property
     def num_points(self) -> int:
-        """What there is to draw."""
+        """Points to draw."""
         return sum(x is not None and y is not None for x, y in zip(self.x, self.y, strict=True))
 
 
 def lines(
     title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, note: str = "", **axis: Any
 ) -> Chart | None:
-    """Draw curves in colours by their order, and a legend if asked for or of several; None where all are empty."""
+    """Draw curves, coloured by their order; several have a legend. None if all are empty."""
     data = []
     for index, curve in enumerate(curves):
-        # A curve of a point or two has no length to be seen by.
+        # A curve of one point is invisible without a marker.
         mode = "lines" if curve.num_points > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
         if curve.num_points:
             data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
     if any("error_y" in curve.style for curve in curves):
-        note = "bars: 95 % confidence, as there are only so many held-out rows"
+        note = "bars: 95 % confidence interval over the held-out rows"
     is_named = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
     layout = {"xaxis": _axis(x), "yaxis": _axis(y, **axis), "showlegend": is_named}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
 def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
-    """Return each curve faint, with its mean over the last points above it; short ones as they are."""
+    """Return each curve faint, and on top its moving average over the last points; short curves as they are."""
     found = []
     for index, curve in enumerate(curves):
         if curve.num_points < 3 * window:
@@ -88,7 +88,7 @@ def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: st
 
 
 def as_shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return what part of all each count is; empty where there is nothing."""
+    """Return the share of each count in the total; empty if the total is 0."""
     total = sum(counts.values())
     return {name: count / total for name, count in counts.items()} if total else {}
 
@@ -102,5 +102,5 @@ def _colour(index: int) -> dict[str, str]:
 
 
 def _stroke(index: int, width: float) -> dict[str, Any]:
-    """Return a line's looks; where colours begin anew it is dashed."""
+    """Return a line's style; dashed once all colours are in use."""
     return {"width": width, **_colour(index), **({"dash": "dash"} if index >= len(COLOURS) else {})}

@@ -1,4 +1,4 @@
-"""What a run learned and how, over steps and over time: charts of `metrics.jsonl`, of one run or of several."""
+"""Charts of `metrics.jsonl` over steps and over time, of one run or of several."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from areal_lite.record.report.read import RunFiles
 from areal_lite.record.run_files import number, numbers, table
 
 STEPS = "trainer step"
-_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}
+_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds since the start", "time")}
 _WAITING = {
     "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
     "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
@@ -21,7 +21,7 @@ _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 
 def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
-    """Return one figure of every step, by a key of the row, or of the mapping `within` it; over time with its gaps."""
+    """Return one figure of every step: a key of its row, or of a mapping `within` it. Over time, gaps are left out."""
     cut = steps_before_gaps(run.events) if x == "time_s" else set()
     rows = [row for found in run.metrics for row in ([found, {}] if found["step"] in cut else [found])]
     values = [number((table(row.get(within)) if within else row).get(key)) for row in rows]
@@ -29,10 +29,10 @@ def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: s
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """Reward and held-out figures, over steps and over time; one run's by source as well, if it has several."""
+    """Draw reward and held-out figures over steps and over time; for one run also by source, if it has several."""
     for x, (axis, over) in _AXES.items():
         curves = smoothed(_named(runs, "reward_mean", x))
-        note = "faint: each step; bold: the mean of ten" if len(curves) > len(runs) else ""
+        note = "faint: each step; bold: moving average of ten steps" if len(curves) > len(runs) else ""
         yield lines(f"reward over {over}", curves, x=axis, y="mean of the batch", note=note)
         for figure in ("accuracy", "loss", "margin"):
             curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
@@ -59,7 +59,7 @@ def _by_source(run: RunFiles) -> Iterator[Chart | None]:
 
 
 def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """One small chart per figure of the loss; those that were never measured, or never moved, are left out."""
+    """Draw a small chart per figure of the loss that was measured and has changed."""
     for metric, values in _measured(runs, "Loss diagnostics"):
         if len(values) > 1:
             yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit)
@@ -69,12 +69,12 @@ def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
 
 
 def constants(runs: Sequence[RunFiles]) -> dict[str, float]:
-    """Figures of the loss that were the same in every step of every run, by title."""
+    """Return the figures of the loss that were the same in every step of every run, by title."""
     return {metric.curve: values.pop() for metric, values in _measured(runs, "Loss diagnostics") if len(values) == 1}
 
 
 def metric_charts(runs: Sequence[RunFiles], section: str) -> Iterator[Chart | None]:
-    """One chart per metric that is declared for a section; those that were always 0 are left out."""
+    """Draw a chart per metric of a section that was not always 0."""
     for metric, values in _measured(runs, section):
         if any(values):
             yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit, rangemode="tozero")
@@ -87,7 +87,7 @@ def memory_chart(run: RunFiles) -> Chart | None:
 
 
 def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, set[float]]]:
-    """Yield the metrics of a section with all values that the runs have of them."""
+    """Yield the metrics of a section, each with the set of its values in all runs."""
     declared = [OFFLINE_METRICS if run.command != "train" else METRICS for run in runs]
     for name, metric in {metric.name: metric for metrics in declared for metric in metrics}.items():
         if metric.curve and metric.section == section:
@@ -95,7 +95,7 @@ def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, 
 
 
 def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """How old tokens were when they trained: all over, and how that moved."""
+    """Draw how old tokens were when they trained, in total and over steps."""
     histograms = {run.name: as_shares(age_histogram(run)) for run in runs}
     note = "age: trainer version when the batch was taken, minus the version that produced the token"
     yield bars("ages of the trained tokens", histograms, x="age, versions", y="share of tokens", note=note)
@@ -121,12 +121,12 @@ def _trained_quarters(run: RunFiles) -> Chart | None:
         name: {length: trained[place] / max(tokens[place], 1) for length, (tokens, trained) in counts.items()}
         for place, name in enumerate(("first quarter", "second", "third", "last"))
     }
-    note = "of the tokens that would train but for the staleness bound; tokens of dropped groups are in none"
+    note = "share of the tokens that the staleness bound lets train; tokens of dropped groups are not counted"
     return bars("share of the tokens that train", shares, x="tokens of the sample", y="share of tokens", note=note)
 
 
 def age_histogram(run: RunFiles) -> dict[str, float]:
-    """Trained tokens by age, in order of age."""
+    """Return the trained tokens by age, in order of age."""
     total = Counter[str]()
     for row in run.metrics:
         total.update(numbers(row.get("age_histogram")))
@@ -134,15 +134,15 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 
 
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
-    """Groups on their way, and how they ended."""
+    """Draw the groups in progress, and the groups that ended."""
     in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
     ended = [curve for state in _ENDED if any((curve := _line(run, state, within="ledger")).y)]
-    yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
+    yield stacked("groups in progress", in_flight, x=STEPS, y="groups")
     yield lines("groups that ended", ended, x=STEPS, y="groups so far", rangemode="tozero")
 
 
 def step_times(run: RunFiles) -> Chart | None:
-    """Where the trainer's step went."""
+    """Draw where the time of a trainer step went."""
     parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
     spent = [_line(run, key, name=name) for key, name in parts.items()]
     return stacked("seconds of a trainer step", spent, x=STEPS, y="seconds")

@@ -41,7 +41,7 @@ function redraw() {
   if (DATA.timeline) drawTimeline();
 }
 
-// As many in a row as fit, and rows as equal as can be: none is left half empty.
+// Fill rows evenly: as many per row as fit, and no row left half empty.
 function fill(grid) {
   const { columnGap, width } = getComputedStyle(grid), gap = parseFloat(columnGap), count = grid.children.length;
   const fit = Math.max(1, Math.floor((parseFloat(width) + gap) / (parseFloat(getComputedStyle(grid).getPropertyValue("--least")) + gap)));
@@ -56,7 +56,7 @@ function fillAll() {
   document.querySelectorAll(".grid, .tiles, .answers").forEach(fill);
 }
 
-// By the first number of a cell, or the one behind its arrow, the largest first; else by its text.
+// Sort by the last number of a cell (the one after an arrow), largest first; else by text.
 function sortBy(table, column) {
   const heading = table.tHead.rows[0].cells[column];
   const isFalling = heading.getAttribute("aria-sort") !== "descending";
@@ -67,7 +67,7 @@ function sortBy(table, column) {
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => (isFalling ? order(a, b) : order(b, a))));
 }
 
-// The part of the page that is read stands out in the navigation, and stays in sight there.
+// Highlight the section in view in the navigation, and keep its link visible.
 function follow() {
   const nav = document.querySelector("nav"), sections = [...document.querySelectorAll("section")];
   const at = scrollY ? sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3) : 0;

@@ -1,7 +1,7 @@
 """The page: sections of blocks, rendered by `page.html` into one file with everything in it, the chart library too:
 `plotly-cartesian.min.js` of npm's plotly.js-cartesian-dist-min, packed by `gzip -9n`, as the page holds it.
 
-Everything that comes from a run is escaped by the template; the page never asks the network for anything.
+The template escapes everything that comes from a run; the page never uses the network.
 """
 
 import base64
@@ -21,23 +21,23 @@ _SCRIPTS = ("page.js", "timeline.js", "samples.js", "start.js")
 _PLOTLY = _HERE / "plotly-cartesian-4.1.1.min.js.gz"
 
 MOST_COLUMNS = 7
-"""Of a table; what more there is stands in the JSON."""
+"""Of a table; the JSON below it has the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One piece of a section; one without content is left out."""
+    """One piece of a section; left out if it has no content."""
 
     kind: str
     """tiles, charts, small (charts), table, sortable (table), sentence, list, notes, folded, timeline or samples."""
     content: Any
-    """Figures by name; charts, where None is left out; rows; texts; what the page's scripts read."""
+    """Figures by name; charts; rows; texts; or data for the page's scripts."""
     caption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of the page; one without blocks is left out."""
+    """One part of the page; left out if it has no blocks."""
 
     title: str
     all_blocks: Sequence[Block]
@@ -49,7 +49,7 @@ class Section:
 
 
 def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section], refresh_s: float = 0.0) -> Path:
-    """Write a page whole or not at all, and return its path; one with `refresh_s` loads itself anew so often."""
+    """Write a page whole or not at all, and return its path; `refresh_s` as in `write_report`."""
     shown = [section for section in sections if section.blocks]
     blocks = [block for section in shown for block in section.blocks]
     charts = [chart for block in blocks if block.kind in ("charts", "small") for chart in block.content]
@@ -60,13 +60,13 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Sect
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     style, script = _file("page.css"), Markup("\n").join(map(_file, _SCRIPTS))
     files = {"style": style, "script": script, "plotly": base64.b64encode(_PLOTLY.read_bytes()).decode()}
-    told = {"title": title, "subtitle": subtitle, "sections": shown, "data": data, "refresh_s": refresh_s}
-    write_whole(path, environment.get_template("page.html").render(told | files))
+    values = {"title": title, "subtitle": subtitle, "sections": shown, "data": data, "refresh_s": refresh_s}
+    write_whole(path, environment.get_template("page.html").render(values | files))
     return path
 
 
 def figure_text(value: Any) -> str:
-    """Write a figure for people: four digits, or the word as it is; a dash for one that does not exist."""
+    """Return a figure as text: four digits, a word as it is, a dash for a missing one."""
     if value is None:
         return "\u2013"
     if isinstance(value, float):
@@ -75,7 +75,7 @@ def figure_text(value: Any) -> str:
 
 
 def charts_block(charts: Any, *, small: bool = False) -> Block:
-    """Return a grid of the charts that there are."""
+    """Return a grid of charts, without those that are None."""
     return Block("small" if small else "charts", [chart for chart in charts if chart is not None])
 
 

@@ -15,26 +15,24 @@ _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
 class RunFiles:
-    """The files of one run; what is missing is empty."""
+    """The files of one run; a missing one is empty."""
 
     def __init__(self, path: Path, *, name: str = "") -> None:
-        """Read a run folder, whose name in titles and legends is its own by default.
+        """Read a run folder; titles and legends show `name`, by default the folder's.
 
         Raises:
             DataError: It holds nothing of a run.
         """
         if not any((path / name).is_file() for name in _FILES):
             what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
-            raise DataError(
-                f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
-            )
+            raise DataError(f"expected a run folder, got {path}, {what}. Fix: name one that areal-lite train printed")
         self.name = name or path.resolve().name
         self.notes: list[str] = []
-        """What is missing or broken, one sentence each."""
+        """One sentence for each file that is missing or broken."""
         self.config = read_json(path / "config.json", self.notes)
         self.command = str(self.config.get("command", "train"))
-        """That made it: train, sft, reward_model or dpo."""
-        # An offline run generates nothing, and so has no samples.
+        """The command that made it: train, sft, reward_model or dpo."""
+        # Offline runs have no samples.
         self.samples = list(self._rows(path / "samples.jsonl")) if self.command == "train" else []
         self.metrics = list(self._rows(path / "metrics.jsonl"))
         if missing := missing_steps(self.metrics):
@@ -64,7 +62,7 @@ class RunFiles:
 
     @property
     def changed_settings(self) -> dict[str, str]:
-        """Settings that a resume changed, by `section.field`: what they were until which step, and are now."""
+        """Return the settings that a resume changed: `"0.0001 until step 4, then 0.0002"` by `section.field`."""
         now, texts = flattened(self.config), dict[str, str]()
         for event in self.events:
             for key, was in table(event.get("was")).items() if event["kind"] == "settings" else ():
@@ -73,7 +71,7 @@ class RunFiles:
 
     @property
     def evaluations(self) -> list[Row]:
-        """Figures over the held-out prompts, by completed steps: `accuracy`, and what else was measured; `time_s`."""
+        """Return the held-out figures in order of steps: `accuracy`, other figures, `step` and `time_s`."""
         times = {0: 0.0} | {row["step"]: row.get("time_s") for row in self.metrics}
         found = {event["step"]: event for event in self.events if event["kind"] == "eval"}
         return [
@@ -82,7 +80,7 @@ class RunFiles:
 
     @property
     def accuracy_is_called(self) -> str:
-        """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
+        """Return the name of the held-out figure: a mean reward if one of the rewards was neither 0 nor 1."""
         is_mean = any(row.get("called") == "mean reward" for row in self.evaluations)
         return "mean reward" if is_mean else "accuracy"
 

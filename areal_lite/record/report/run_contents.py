@@ -1,4 +1,4 @@
-"""What stands on the page of a run, and on one that compares runs."""
+"""The sections of the page of a run, and of a page that compares runs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +12,15 @@ from areal_lite.record.run_files import Row, number, numbers, table
 from areal_lite.record.run_folder import changed, differences, flattened
 
 _MAX_GROUPS = 800
-"""Sampled groups in the page, evenly chosen over the run: about a megabyte."""
+"""Sampled groups on the page, evenly spread over the run: about a megabyte."""
 
 
 def run_sections(run: RunFiles) -> Iterator[Section]:
-    """Yield what there is to show of one run."""
+    """Yield the sections of one run."""
     warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
-    eta = "eta: how many versions old a token may be at most when it is trained" if run.command == "train" else ""
+    eta = (
+        "eta: the largest age, in versions, that a token may have when it is trained" if run.command == "train" else ""
+    )
     yield Section(
         "Overview", [Block("tiles", _headline(run)), Block("text", eta), Block("notes", run.notes + warnings)]
     )
@@ -52,11 +54,11 @@ def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
-    """Return the figures of a run, those that decide first: a comparison has the first ones only."""
+    """Return the headline figures of a run, the most important first: a comparison shows only the first few."""
     summary = run.summary
     held_out = [found for row in run.evaluations if (found := number(row.get("accuracy"))) is not None]
     figures: dict[str, Any] = {
-        "status": summary.get("status") or "still going, or cut off",
+        "status": summary.get("status") or "active, or killed",
         "steps": number(run.last.get("step")),
         f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
         "reward, first → last steps": _ends(summary, "reward"),
@@ -83,7 +85,7 @@ def _settings(run: RunFiles) -> Iterator[Block]:
     if run.config:
         different = changed(run.config)
         if different is None:
-            yield Block("text", "This version cannot read the run's settings: they are below as they are.")
+            yield Block("text", "This version cannot read the run's settings; all of them are listed below.")
         shown = (different or {}) | run.changed_settings
         yield pairs_block(shown, caption="what differs from the defaults")
         yield pairs_block(table(run.summary.get("versions")), caption="packages")
@@ -91,7 +93,7 @@ def _settings(run: RunFiles) -> Iterator[Block]:
 
 
 def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
-    """Yield what there is to compare: overlaid curves, and tables of what differs."""
+    """Yield the sections of a comparison: tables of what differs, and curves over each other."""
     final = [{"run": run.name} | _headline(run) for run in runs]
     names = list(dict.fromkeys(name for row in final for name in row))[:MOST_COLUMNS]
     yield Section("Final figures", [Block("sortable", [{name: row.get(name) for name in names} for row in final])])
@@ -108,7 +110,7 @@ def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
 
 
 def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return the settings that are not the same in all runs, without what only one run has and left at its default."""
+    """Return the settings that differ between runs, without fields that only one run has, at their default."""
     rows = differences([flattened(run.config) | run.changed_settings for run in runs])
     chosen = [None if (own := changed(run.config)) is None else own | run.changed_settings for run in runs]
     known = {key for settings in chosen for key in (rows if settings is None else settings)}

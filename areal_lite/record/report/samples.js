@@ -1,4 +1,4 @@
-// The browser of sampled groups. Texts are only ever set as text: what a model wrote is never read as markup.
+// The browser of sampled groups. Texts are only set as text: what a model wrote is never parsed as markup.
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) key === "style" ? Object.assign(made.style, value) : made.setAttribute(key, value);
@@ -23,7 +23,7 @@ const FILTERS = {
   branches: (group) => samplesOf(group).some((sample) => branchesOf(sample).length),
 };
 
-// A text has no token borders. They are exact for one version, and for a tokenizer of characters; else in proportion.
+// The text has no token borders: they are exact for a single version or a character tokenizer, and else estimated.
 function colouredText(sample) {
   const spans = spansOf(sample).filter(([version]) => version !== GIVEN);
   const text = String(sample.text ?? "");
@@ -41,11 +41,11 @@ function colouredText(sample) {
 function strip(sample) {
   return element("div", { class: "strip" }, ...spansOf(sample).map(([version, start, end]) => element("i", {
     style: { background: versionColour(version), flexGrow: end - start },
-    title: version === GIVEN ? `tokens ${start}-${end - 1}: given by the environment` : `tokens ${start}-${end - 1}: version ${version}`,
+    title: version === GIVEN ? `tokens ${start}-${end - 1}: from the environment` : `tokens ${start}-${end - 1}: version ${version}`,
   })));
 }
 
-// Which versions wrote each of the model's turns: what is given stands between them.
+// The versions that wrote each of the model's turns; given spans separate the turns.
 function turns(sample) {
   const written = [[]];
   for (const [version] of spansOf(sample)) version === GIVEN ? written.push([]) : written.at(-1).push(version);
@@ -60,12 +60,12 @@ function turns(sample) {
 const figures = (values) => Object.entries(values).map(([name, value]) => `${name} ${Number(value).toPrecision(3)}`).join(", ");
 const line = (words) => element("div", { class: "more" }, words);
 
-// How long it is, how it ended, which weights wrote it and how old they were for the step that it trained; then the text.
-function told(sample, step, first) {
+// Length, how it ended, versions with their age at the step that trained it; then the text.
+function describe(sample, step, first) {
   const written = versionsOf(sample).map((version) => `version ${version} (age ${step - 1 - version})`);
   const about = [sample.tokens === 1 ? "1 token" : `${sample.tokens} tokens`, ENDS[sample.stop_reason] ?? sample.stop_reason, ...written].map((words) => element("span", {}, words));
   const [parts, isExact] = colouredText(sample);
-  const note = isExact || sample.messages ? [] : [line("borders between versions in the text are in proportion to tokens")];
+  const note = isExact || sample.messages ? [] : [line("borders between versions in the text are estimated from token counts")];
   const text = element("div", { class: "text" }, ...(sample.messages ? turns(sample) : parts));
   return [element("header", {}, first, ...about), strip(sample), text, ...note];
 }
@@ -78,22 +78,22 @@ function answer(sample, best, step) {
   if (sample.metrics) more.push(`figures: ${figures(sample.metrics)}`);
   if (sample.step_rewards) more.push(`step rewards: ${sample.step_rewards.map(([token, value]) => `${value} at token ${token}`).join(", ")}`);
   if (sample.feedback) more.push(`feedback: ${sample.feedback}`);
-  const branches = branchesOf(sample).map((branch, index) => element("div", { class: "branch" }, ...told(branch, step, element("b", {}, `branch ${index + 1}`))));
-  return element("div", { class: "answer" }, ...told(sample, step, element("b", { class: tone }, reward)), ...more.map(line), ...branches);
+  const branches = branchesOf(sample).map((branch, index) => element("div", { class: "branch" }, ...describe(branch, step, element("b", {}, `branch ${index + 1}`))));
+  return element("div", { class: "answer" }, ...describe(sample, step, element("b", { class: tone }, reward)), ...more.map(line), ...branches);
 }
 
 function legend(group) {
   const ways = samplesOf(group).flatMap((sample) => [sample, ...branchesOf(sample)]);
   const all = [...new Set(ways.flatMap((sample) => spansOf(sample).map(([version]) => version)))].sort((a, b) => a - b);
   return element("div", { class: "legend" }, ...all.map((version) => element(
-    "span", {}, element("i", { style: { background: versionColour(version) } }), version === GIVEN ? "given by the environment" : `version ${version}`,
+    "span", {}, element("i", { style: { background: versionColour(version) } }), version === GIVEN ? "from the environment" : `version ${version}`,
   )), element("span", {}, "green: the group's best reward; red: failed; strip: tokens by version"));
 }
 
 function showGroup(group, where) {
   document.getElementById("sample-where").textContent = where;
   const place = document.getElementById("sample-group");
-  if (!group) return place.replaceChildren("no such group among the sampled ones");
+  if (!group) return place.replaceChildren("no sampled group matches");
   const prompt = element("div", { class: "prompt" }, String(group.prompt ?? ""));
   const expected = group.answer ? [line(`reference answer: ${group.answer}`)] : [];
   const rewards = samplesOf(group).map((sample) => sample.reward).filter((reward) => reward !== null);

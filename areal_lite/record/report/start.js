@@ -1,4 +1,4 @@
-// The chart library comes packed: a page is a third as large.
+// The chart library is compressed, which makes the page a third as large.
 async function unpacked(packed) {
   const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();

@@ -1,17 +1,17 @@
-// The timeline: every segment of the visible stretch is binned to the screen's columns, so that its length does not matter.
+// The timeline: the visible segments are binned to the screen's columns, so that a long run is as fast as a short one.
 const LANE_GAP = 0.4;
 const OTHER_COLOURS = { pause: "#7a1f2b", drain: "#c46a1a", verify: "#6a4fb3", train: "#2e7d55", publish: "#d6a21f", wait: "#858c94" };
 const KIND_WORDS = { pause: "pause of the engines", drain: "draining", verify: "verification", train: "training", publish: "publication", wait: "waiting" };
 const MARKS = {
   eval: ["evaluation", "diamond", "◆"], checkpoint: ["checkpoint", "square", "■"], parity: ["parity check", "circle", "●"], lost: ["worker lost", "x", "✖"],
-  rejoined: ["worker back", "cross", "✚"], restarted: ["worker started anew", "triangle-up", "▲"],
+  rejoined: ["worker back", "cross", "✚"], restarted: ["worker restarted", "triangle-up", "▲"],
 };
 
 function laneHeight(lane, rollouts) {
   return lane.name.startsWith("rollout/") ? Math.max(2.5, Math.min(10, lane.rows / 4, 20 / rollouts)) : 1;
 }
 
-// One heatmap for all lanes: rows of different heights, from the top down.
+// One heatmap holds all lanes, from the top down, with rows of different heights.
 function rowsOf(timeline) {
   const edges = [0];
   const places = [];
@@ -27,7 +27,7 @@ function rowsOf(timeline) {
   return { edges, places, height: y };
 }
 
-// What took most of a column, if most of the column was taken at all; a short verification still shows.
+// Each cell shows the segment that took most of it, if it was busy for half of the time; short verifications always show.
 function binned(timeline, layout, from, to, columns) {
   const rows = layout.edges.length - 1;
   const width = (to - from) / columns;
@@ -49,7 +49,7 @@ function binned(timeline, layout, from, to, columns) {
         for (let column = left; column <= right; column++) {
           const covered = Math.min(end, from + (column + 1) * width) - Math.max(start, from + column * width);
           const cell = (first + row) * columns + column;
-          // A pause lies over the samples that it holds up.
+          // A pause is drawn over the samples that it interrupts.
           const share = isVerifier ? 1 : (covered / width) * (isOverAll ? 1.001 : 1);
           taken[cell] += share;
           if (share > most[cell]) { most[cell] = share; owner[cell] = segment; }
@@ -109,13 +109,13 @@ function timelineFigure(timeline, from, to, columns) {
   }
   const begins = publications(timeline, from, to), gaps = marksOf("gap").map(({ time }) => seconds(time));
   if (begins.length) key("a publication begins", "┊", colourOf("--text"));
-  if (gaps.length) key("the run did not live: left out", "┃", colourOf("--bad"));
+  if (gaps.length) key("not running: left out", "┃", colourOf("--bad"));
   document.getElementById("timeline-legend").replaceChildren(...legend);
   const edges = [...begins.map((x) => ({ x, line: { color: colourOf("--text"), width: 1, dash: "dot" } })), ...gaps.map((x) => ({ x, line: { color: colourOf("--bad"), width: 4 } }))];
   return { data, layout: timelineLayout(timeline, layout, seconds(from), seconds(to), edges) };
 }
 
-// A line where each publication begins, as long as they can be told apart.
+// A line at the start of each publication, unless there are too many.
 function publications(timeline, from, to) {
   const times = [];
   const kind = -1 - timeline.kinds.indexOf("publish");

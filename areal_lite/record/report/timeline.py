@@ -1,7 +1,7 @@
-"""The picture of AReaL's Figure 3 (arXiv 2505.24298) from a run's own events: who did what when, under which version.
+"""The timeline of a run, after Figure 3 of AReaL (arXiv 2505.24298): what each process did, under which version.
 
-A rollout lane holds a row per slot; each sample is drawn where it was generated and split where the weights changed.
-`timeline.js` draws what `timeline` returns, binned to the screen's columns, so that a long run stays quick.
+A rollout lane has a row per slot; each sample is drawn where it was generated, split where the weights changed.
+`timeline.js` draws what `timeline` returns, binned to the screen's columns, so that a long run stays fast.
 """
 
 import heapq
@@ -13,10 +13,10 @@ from areal_lite.record.lanes import GAP, lane_events, lived, slices
 from areal_lite.types import GIVEN
 
 KINDS = ("pause", "drain", "verify", "train", "publish", "wait")
-"""Kinds of segments beside samples. On the wire a segment's kind is its version, or `-1 -` the place in this list."""
+"""Kinds of segments beside samples. In the JSON a segment's kind is its version, or `-1 -` its index in this list."""
 
 _MAX_ROWS = 48
-"""Rows of a lane; more could not be told apart on a screen."""
+"""Rows of a lane; more would be too thin on a screen."""
 
 _MAX_SEGMENTS = 120_000
 """Segments of all rollout lanes, and of all verifier lanes, in the page: about 4 MB."""
@@ -31,7 +31,7 @@ _MARKS = ("eval", "checkpoint", "parity", "lost", "rejoined", "restarted", GAP)
 
 
 class Segment(NamedTuple):
-    """What one row of a lane did for a while.
+    """A period in one row of a lane.
 
     Example: `Segment(row=0, start=1.0, end=2.5, kind=3, label="arith/0/17#0")`: tokens of version 3.
     """
@@ -47,14 +47,14 @@ class Segment(NamedTuple):
 
 
 Lives = Mapping[int, tuple[float, float]]
-"""From when to when an engine generated with each version."""
+"""When an engine began and ended generating with each version."""
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the lanes as JSON: times in units of 0.1 ms that the run lived since the first event.
+    """Return the lanes as JSON: times in units of 0.1 ms since the first event, without the gaps between two starts.
 
     Args:
-        events: Rows of `events.jsonl`. Of too many rows every second, third, ... one is shown, and the lane says so.
+        events: Rows of `events.jsonl`. Of too many slots only some are shown, as the lane's note says.
 
     Returns:
         `lanes` (name, note, number of rows, and one list each of rows, starts, ends, kinds and labels per segment),
@@ -97,7 +97,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def slots(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """Give each stretch of time the lowest row that is free for all of it.
+    """Return for each period the lowest row that is free for all of it.
 
     Example: `[(0, 4), (1, 2), (3, 5), (4, 6)]` → `[0, 1, 1, 0]`
     """
@@ -114,7 +114,7 @@ def slots(spans: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def versions_alive(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
-    """Return the lives of a rollout lane's versions, from a resume to the next pause; its events in order of time."""
+    """Return when each version of a rollout lane was in use, from a resume to the next pause; events in order."""
     alive: dict[int, tuple[float, float]] = {}
     version: int | None = None
     for event in events:
@@ -132,12 +132,12 @@ def sample_segments(
 ) -> list[Segment]:
     """Split a sample at the changes of weights; before its first version it waited in the engine.
 
-    The log has a sample's beginning and end; where a version ended is known from the lane's pauses.
+    The log has a sample's start and end; the lane's pauses tell where a version ended.
 
     Args:
-        spans: `[version, start token, end token]`; tokens that were given have no time of their own.
-        start: Of generation, seconds, as is `end`.
-        alive: From `versions_alive`; of versions that it does not know the first is drawn.
+        spans: `[version, start token, end token]`; an environment's tokens take no time.
+        start: Of generation, in seconds, as is `end`.
+        alive: From `versions_alive`; if it has none of the sample's versions, the first one is drawn.
     """
     versions = list(dict.fromkeys(version for version, _, _ in spans if version != GIVEN))
     lives = [(version, *alive[version]) for version in versions if version in alive]
@@ -149,7 +149,7 @@ def sample_segments(
 
 
 def _segments(kind: str, events: Sequence[Event]) -> Iterator[Segment]:
-    """Yield what a lane did; a rollout lane's pauses lie over all of its rows."""
+    """Yield the segments of a lane; a pause of a rollout lane covers all of its rows."""
     for name, begin, stop, label in slices(events):
         yield Segment(-1 if kind == "rollout" else 0, begin, stop, _kind(name), label)
     verified = [(event["start"], event["end"], event["group_id"]) for event in events if event["kind"] == "verify"]

@@ -1,4 +1,4 @@
-"""Where the time went: shares of every lane, lengths of completions, latencies of verifiers; from the event log."""
+"""Charts of the event log: each lane's shares of time, lengths of completions, latencies of verifiers."""
 
 import itertools
 from collections import Counter
@@ -21,7 +21,7 @@ _STATES = {
 """In the order of the bars: work, the parts of a hand-over, then what is not work."""
 
 _BINS = 40
-"""Bars of a histogram of lengths, and stretches of time over which latencies are summed up."""
+"""Bars of a histogram of lengths, and periods over which latencies are summarised."""
 
 
 def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
@@ -49,16 +49,16 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
         "barmode": "stack", "xaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest",
         "height": max(300, 130 + 42 * len(lanes)), "showlegend": True, "legend": {"traceorder": "normal"},
     }  # fmt: skip
-    note = "of the time the run lived between the first and the last publication; idle: not paused, and nothing runs"
+    note = "of the run's time between the first and the last publication; idle: not paused, and nothing running"
     return Chart(title="shares of time", data=data, layout=layout, note=note) if data else None
 
 
 def length_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """Draw how long completions were, all over and over steps."""
+    """Draw the lengths of completions, in total and over steps."""
     lengths = {run.name: list(sample_lengths(run.events)) for run in runs}
     longest = max((length for found in lengths.values() for length in found), default=0)
     width = max(1, -(-longest // _BINS))
-    title, histograms = "tokens" if width == 1 else f"tokens, {width} from each figure on", {}
+    title, histograms = "tokens" if width == 1 else f"tokens, in bins of {width}", {}
     for name, found in lengths.items():
         counts = Counter(length // width * width for length in found)
         starts = range(0, longest + 1, width) if found else ()
@@ -97,7 +97,7 @@ def verifier_table(run: RunFiles) -> list[Row]:
 
 
 def failure_table(run: RunFiles) -> list[Row]:
-    """Return what went wrong without ending the run, by kind and reason, over all steps."""
+    """Return failures that did not end the run, by kind and reason, over all steps."""
     total: Counter[tuple[str, str]] = Counter()
     for key, what in (("verifier_failures", "verifier failed"), ("messages_refused", "message refused")):
         for row in _added(run, key):
@@ -106,7 +106,7 @@ def failure_table(run: RunFiles) -> list[Row]:
 
 
 def _added(run: RunFiles, key: str) -> list[dict[str, float]]:
-    """Return by how much each step raised the counts of its row, which begin anew with a resume."""
+    """Return the increase of the counts in each step; they restart from 0 at a resume."""
     rows = [numbers(row.get(key)) for row in run.metrics]
     return [
         {name: times - so_far if times >= (so_far := before.get(name, 0.0)) else times for name, times in row.items()}
