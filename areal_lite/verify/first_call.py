@@ -1,22 +1,13 @@
-"""A user's own verify functions called before a run starts, as one that always raises would cost a whole start.
+"""A user's own verify functions are called before a run starts, as one that always raises would cost a whole start."""
 
-In a process of its own, `python -m areal_lite.verify.first_call`, which gets a function and calls on standard input,
-and says how the first one failed where all do.
-"""
-
-import contextlib
-import faulthandler
-import json
-import os
-import subprocess
-import sys
+import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from areal_lite.config.plugins import find_function, known_names
-from areal_lite.errors import ArealLiteError, VerifierError
-from areal_lite.verify import protocol
-from areal_lite.verify.codec import pack, unpack
+from areal_lite.config.plugins import known_names
+from areal_lite.errors import VerifierError
+from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.quarantine import NOT_ITS_OWN
 
 if TYPE_CHECKING:
@@ -25,18 +16,19 @@ if TYPE_CHECKING:
     from areal_lite.types import Prompt
 
 _ROWS = 8
+_LOAD_S = 20.0
+"""A function that takes longer to load is not called here: the run loads it again."""
 
 
 def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
     """Call each verify function of the user's with a row and its answer as the completion.
 
-    One that fails is called with further rows, and with an empty text: it may be meant to fail at some. Left out are
+    If that fails, it is called with further rows, and with an empty text: it may be meant to fail at some. Left out are
 
     1. known names, but for those that adapt a function of the user's: judges, sandboxes and models need more than this
        process has;
-    2. classes, and functions that are `prepared_by` another: they load or keep something;
-    3. rows of other workflows than `single_turn`, whose samples come with turns or scores of their own;
-    4. a verifier that never ends a run, by its `max_failure_share` of 1.
+    2. rows of other workflows than `single_turn`, whose samples come with turns or scores of their own;
+    3. a verifier that never ends a run, by its `max_failure_share` of 1.
 
     Raises:
         VerifierError: All calls of a function failed, or one took longer than its `timeout_s`, or ended the process.
@@ -50,52 +42,35 @@ def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
         own = settings.arguments.get("function") if settings.function in known else settings.function
         if not rows or own is None or settings.max_failure_share == 1:
             continue
-        if said := _failure(settings, own, rows, config):
-            chats = "; over chats `trl` hands messages over, and texts with its argument chat: false"
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
+            failure = thread.submit(asyncio.run, _failure(settings, rows, config.run.given_env)).result()
+        if failure:
+            chats = "; over chats `trl` passes messages, and texts with its argument chat: false"
             raise VerifierError(
-                f"the verifier {own} must score a completion, called before anything starts with the "
-                f"answers of {len(rows)} rows, and with an empty one, it failed, first with the prompt "
-                f"{rows[0].text!r:.80} and the completion {rows[0].answer!r:.80}: {said}\nMend it, and try it with "
-                "`areal-lite verify`; where it may fail at such texts, set its max_failure_share to 1"
+                f"the verifier {own} failed before the run started: called with the answers of {len(rows)} rows, and "
+                f"with an empty text, it should score one; first, for the prompt {rows[0].text!r:.80} and the "
+                f"completion {rows[0].answer!r:.80}, it ended with {failure}\nFix: try it with `areal-lite verify`; "
+                "where it may fail at such texts, set its max_failure_share to 1"
                 f"{chats if settings.function == 'trl' else ''}"
             )
 
 
-def _failure(settings: "VerifierSettings", own: str, rows: Sequence["Prompt"], config: "Config") -> str:
+async def _failure(settings: "VerifierSettings", rows: Sequence["Prompt"], environment: dict[str, str]) -> str:
     """Return how the first call failed, where all did."""
-    calls = [
-        (row.text, text, row.answer, {key: row.row[key] for key in row.row if key not in ("verifier", "workflow")})
-        for row, text in [*((row, row.answer) for row in rows), (rows[0], "")]
-    ]
-    asked = pack([settings.function, own, json.dumps(settings.arguments, default=str), settings.timeout_s, calls])
-    options: dict[str, Any] = {"env": os.environ | config.run.given_env, "timeout": config.run.start_timeout_s}
+    alone = {"processes": 1, "concurrency": 1, "max_failure_share": 1.0, "unavailable_s": 0.0}
+    pool = VerifierPool(settings.model_copy(update=alone), start_timeout_s=_LOAD_S, environment=environment)
+    first = ""
     try:
-        done = subprocess.run([sys.executable, "-m", __name__], input=asked, capture_output=True, **options)
-    except subprocess.TimeoutExpired:  # it loads something, or leaves something behind
+        await pool.start()
+        for row, completion in [*((row, row.answer) for row in rows), (rows[0], "")]:
+            (reply,) = await pool.score(row, [completion])
+            if reply.failure is None or reply.failure in NOT_ITS_OWN:
+                return ""
+            first = first or f"{reply.failure}\n{reply.detail}"
+            if reply.failure in ("timeout", "crashed"):
+                break
+    except VerifierError:  # what cannot be loaded ends the start
         return ""
-    # A deadline's traces, last call first, go on with the frames of the caller.
-    said = done.stderr.decode(errors="replace").partition(f'  File "{protocol.__file__}"')[0].rstrip()
-    return said or (f"it ended its process ({done.returncode})" if done.returncode else "")
-
-
-def main(function_name: str, own: str, arguments: str, timeout_s: float, calls: Sequence[Any]) -> None:
-    """Make the calls until one succeeds; what they print goes nowhere."""
-    output, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
-    if isinstance(whose := find_function(own, kind="verifier"), type) or hasattr(whose, "_verifier_prepare"):
-        return
-    verifier, first = protocol.Verifier(find_function(function_name, kind="verifier"), json.loads(arguments)), ""
-    for call in calls:
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=output)
-        (reply,) = verifier.answer([call])
-        if reply.failure is None or reply.failure in NOT_ITS_OWN:
-            return
-        first = first or f"{reply.failure}\n{reply.detail}"
-    print(first, file=output, flush=True)
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(ArealLiteError):  # what cannot be loaded is told elsewhere
-        main(*unpack(sys.stdin.buffer.read()))
-    os._exit(0)  # whatever threads it has left behind
+    finally:
+        await pool.close()
+    return first

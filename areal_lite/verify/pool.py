@@ -69,15 +69,23 @@ class _Server:
 class VerifierPool:
     """Scores completions with a verify function that is not trusted to return."""
 
-    def __init__(self, settings: VerifierSettings, *, start_timeout_s: float = 60.0, name: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: VerifierSettings,
+        *,
+        start_timeout_s: float = 60.0,
+        name: str | None = None,
+        environment: Mapping[str, str] = {},
+    ) -> None:
         """Create a pool that is started by `start`.
 
         Args:
             settings: The function and its processes. A deadline counts from when a process is given a call.
             start_timeout_s: Seconds that importing and preparing the function may take; no call is charged for it.
             name: For messages; None = the function's.
+            environment: Variables of its processes, beside those of this one.
         """
-        self._settings, self._start_timeout_s = settings, start_timeout_s
+        self._settings, self._start_timeout_s, self._environment = settings, start_timeout_s, environment
         self._name = name or settings.function
         self._waiting: deque[_Call] = deque()
         self._free: deque[_Server] = deque()
@@ -301,7 +309,7 @@ class VerifierPool:
         ) from problem
 
     async def _launch(self) -> VerifierProcess:
-        process = VerifierProcess(self._settings)
+        process = VerifierProcess(self._settings, environment=self._environment)
         self._processes.add(process)
         try:
             await process.start(timeout_s=self._start_timeout_s)

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areal_lite.config.verifier import VerifierSettings
@@ -38,8 +38,8 @@ class _Job(NamedTuple):
 class VerifierProcess:
     """A running `areal_lite.verify.child`; the caller that starts one must kill it."""
 
-    def __init__(self, settings: VerifierSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: VerifierSettings, *, environment: Mapping[str, str]) -> None:
+        self._settings, self._environment = settings, environment
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count()
         self._process: Any = None
@@ -68,7 +68,11 @@ class VerifierProcess:
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, **self._environment},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
                 )
             except OSError as error:
                 self._writer.close()

@@ -192,7 +192,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
             {"rollout": {"workflow": f"{SUPPORT / 'loop_workflows.py'}:nowhere"}},
             r"^rollout\.workflow: .* must have a function 'nowhere'",
         ),
-        ({"verifier": {"function": "raises.py:verify"}}, r"raises\.py:verify must score a completion"),
+        ({"verifier": {"function": "raises.py:verify"}}, r"raises\.py:verify failed before the run started"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(
