@@ -36,7 +36,7 @@ def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator["O
     logs.mkdir(parents=True, exist_ok=True)
     prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
     kept: dict[str, Any] = {"queue_state": None, "prompts": prompts, "rollout_actor": _Rollout}
-    with places_for(config, logs=logs, say=lambda _: None) as places:
+    with places_for(config, logs=logs, report=lambda _: None) as places:
         cluster = Cluster(places, model_folder=model_folder, **kept)
         try:
             cluster.start(checkpoint=None, on_progress=lambda _: None)

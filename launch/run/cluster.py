@@ -1,6 +1,8 @@
-"""All actors of a run: start them, ask them, stop them.
+"""All actors of a run: sample queue, rollout and verifier workers, trainer ranks.
 
-The controller owns one `Cluster`. Everything it starts it stops itself, by handle.
+The controller owns one `Cluster`, and calls `watch_workers` beside each of its waits. There a dead or hung worker is
+given up and restarted, and a dead queue replaced; a dead rank raises, as only a checkpoint brings the ranks back. A
+restarted verifier gets work at once, a restarted engine after the next publication, which gives it the weights.
 """
 
 import logging
@@ -33,9 +35,9 @@ from areal_lite.types import Prompt
 logger = logging.getLogger(__name__)
 
 _COPY_EVERY_S = 1.0
-"""Between copies of the queue's state with one batch, where one takes a moment; else 20 times as long as it takes."""
+"""Shortest time between copies of the queue's state; 20 times the duration of a copy is added."""
 _LONG_COPY_S = 5.0
-"""Where one took longer, the first one with the next batch waits too: it would hold up every step."""
+"""A copy that takes longer is not made for every batch: it would delay every step."""
 _REPORT_WAIT_S = 2.0
 """Longest wait for the reports of workers; a worker that is late is not waited for again until it has answered."""
 
@@ -59,9 +61,9 @@ class Cluster:
         Args:
             places: Reserved for this run.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            queue_state: Of the checkpoint to go on from.
-            prompts: To train on, by source.
-            rollout_actor: What a benchmark measures may be more than a run needs.
+            queue_state: From the checkpoint to resume; None for a new run.
+            prompts: Training prompts by source.
+            rollout_actor: Another class for the benchmarks.
         """
         self._config, self._places, self._logs = places.config, places, places.logs
         self._rollout_actor = rollout_actor
@@ -84,116 +86,116 @@ class Cluster:
         self._taken, self._copy, self.trained = "", b"", ""
         self._copy_due = self._copy_took_s = 0.0
         self.replaced: dict[str, Any] | None = None
-        """What became of the work when the queue was replaced, for whoever tells of it, who takes it away."""
+        """What was kept and lost when the queue was replaced; the controller reports it and sets this to None."""
         self._spawn_queue(queue_state)
         self.ranks = Ranks(OnlineTrainerActor, self._places)
         self._serving = Calls({})
         self._connected: dict[str, Any] = {}
 
-    def renew(self, queue_state: bytes | None) -> None:
-        """Replace queue and trainer ranks, neither of which goes on without the other; then call `start` again."""
+    def replace_core(self, queue_state: bytes | None) -> None:
+        """Replace the queue and the ranks, which depend on each other; call `start` afterwards."""
         self.ranks.kill()
         kill(self._queue_actor)
         self.queue.close()
-        self.restarts.begin_anew()
+        self.restarts.restart_pending()
         self._spawn_core(queue_state)
 
     def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], object]) -> int:
-        """Start everything that is not there yet, and connect it; returns the trainer's version.
+        """Start and connect whatever is missing; returns the trainer's version.
 
-        Workers that are there leave what they do for the queue that was replaced; one that cannot is lost.
+        Workers from before `replace_core` drop their work and move to the new queue; one that cannot is lost.
 
         Raises:
             StallError: An actor did not start within `run.start_timeout_s`; names it.
-            EngineError, VerifierError, CheckpointError: As the actor said.
+            EngineError, VerifierError, CheckpointError: Raised by the actor.
         """
-        config, self._say = self._config, on_progress
-        self._find_queue()
+        config, self._print = self._config, on_progress
+        self._wait_for_queue()
         access, timeout_s = self._access, config.queue.lease_timeout_s
-        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, check=self._feel_pulse)
+        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, check=self._check_queue)
         moving = self._send_to_queue(self._workers, "move_to")
         if not self._has_started:
             self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
             self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
         starting = call_all({} if self._has_started else self._workers, "start")
         if config.weights.transport == "ipc":
-            # As it starts, an engine takes what its GPU's memory loses for its own: a rank would leave it no cache.
+            # A starting engine measures what its GPU's memory loses: it would count a rank's share as its own.
             self._places.wait_until_started(starting, on_progress)
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
         self._places.wait_until_started(Calls(ranks.pending | starting.pending), on_progress)
         self._has_started = True
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
-        # An engine that is in the middle of a transfer ends it within one of these times.
+        # An engine in the middle of a transfer needs up to one time-out to end it, and another to leave.
         failed = {name: describe(error) for name, error in moving.failures(2 * config.weights.timeout_s).items()}
         for name, why in (failed | dict.fromkeys(moving.pending, "it is late")).items():
-            self._lose(name, f"it must leave a queue that is gone: {why}")
+            self._lose(name, f"it could not leave the dead queue: {why}")
         for name, failure in self._connect().items() if self.engines.handles else ():
             if failure is not None:
                 self.engines.drop(name, failure)
         return version
 
     def serve(self) -> None:
-        """Let the workers ask for work."""
+        """Have all workers ask the queue for work."""
         idle = {name: handle for name, handle in self._workers.items() if name not in self._serving.pending}
         self._serving.pending |= call_all(idle, "run").pending
-        self.engines.awaits_others = lambda: self.restarts.awaits(Role.ROLLOUT)
+        self.engines.expects_more = lambda: self.restarts.awaits(Role.ROLLOUT)
 
-    def look_after(self) -> None:
-        """Give up workers that ended, start them again when it is time, and let verifiers that are back work.
+    def watch_workers(self) -> None:
+        """Give up workers that ended, restart them when due, and give restarted verifiers work.
 
         Raises:
             QueueError, RankDied: The sample queue or a trainer rank died.
         """
-        self._feel_pulse()
+        self._check_queue()
         for name, error in self._serving.answers(0.0):
             reason = "its loop ended" if error is None else describe(error)
             if name in self.verifiers and not has_died(error):
-                self.restarts.give_up(name, reason)  # The verifier itself is of no use, and would be none again.
+                self.restarts.give_up(name, reason)  # its process works; the verifier would fail again
             else:
                 self._lose(name, reason)
         self.restarts.poll()
         self.verifiers |= (ready := self.restarts.take(Role.VERIFIER))
-        self.rejoin(ready)
+        self.activate(ready)
 
-    def _feel_pulse(self) -> None:
+    def _check_queue(self) -> None:
         self.ranks.progress()
         _, failed = self._queue_pings.poll({"queue": self._queue_actor}, wait_s=0.0)
         if died := failed.get("queue"):
             log = log_path(self._logs, "queue")
-            failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
+            failure = QueueError(f"the sample queue died: {describe(died)}; log: {log}")
             may_replace = self._taken and self._copy and self._config.run.max_restarts
-            if not (may_replace and self._places.whereabouts.reaches("queue")):
+            if not (may_replace and self._places.placement.reaches("queue")):
                 raise failure
             try:
                 self._replace_queue(failure)
             except (ArealLiteError, ray.exceptions.RayError) as error:
                 raise failure from error
 
-    def note_taken(self, batch_id: str = "") -> None:
-        """Forget the copies without this batch; without any, a queue that dies from now on is the run's failure."""
+    def mark_batch_taken(self, batch_id: str = "") -> None:
+        """Drop copies of the queue from before this batch; without a batch, the queue is not replaced any more."""
         self._taken, self._copy = batch_id, b""
         if self._copy_took_s < _LONG_COPY_S:
             self._copy_due = 0.0
 
     def copy_queue(self) -> None:
-        """Copy the queue's state once a batch is taken, and again while little time goes into it."""
+        """Copy the queue's state if a batch is taken and the last copy is old enough."""
         begun = time.monotonic()
         if self._taken and begun > self._copy_due:
             try:
                 self._copy = self.queue.save()
             except QueueTimeout as error:
-                logger.warning("a step is not ended for want of a copy: %s", error)
+                logger.warning("the queue gave no copy of its state: %s", error)
             self._copy_took_s = time.monotonic() - begun
             self._copy_due = time.monotonic() + _COPY_EVERY_S + 20 * self._copy_took_s
 
     def _replace_queue(self, failure: QueueError) -> None:
-        """Have a new queue go on from the copy, once for each batch; workers keep what they hold, ranks their batch."""
+        """Start a new queue from the copy, once for each batch; workers keep their leases and ranks their batch."""
         noticed, batch_id, copy = time.time(), self._taken, self._copy
-        self.note_taken()
+        self.mark_batch_taken()
         kill(self._queue_actor)
-        self._say(f"{failure}; a new one goes on with a copy of its state")
+        self._print(f"{failure}; restarting it from a copy of its state")
         self._spawn_queue(copy, keep_batch=True)
-        self._find_queue()
+        self._wait_for_queue()
         self.queue.move_to(self._access[Role.CONTROLLER])
         if self.trained == batch_id:
             self.queue.complete_step(batch_id=batch_id)
@@ -203,8 +205,8 @@ class Cluster:
         for name in {**moving.failures(self._config.run.stall_timeout_s), **moving.pending}:
             if name in self.ranks.handles:
                 raise failure
-            self._lose(name, "it must go on at a new queue")
-        self.restarts.begin_anew()
+            self._lose(name, "it did not connect to the new queue")
+        self.restarts.restart_pending()
         self.queue.open_admission()
         kept = [moving.values[name] for name in self._workers]
         counts = self.queue.status()["counts"]
@@ -218,13 +220,13 @@ class Cluster:
         }
 
     def check_workers(self) -> None:
-        """Look after the workers; raise when somebody indispensable ended, and is not started again.
+        """Watch the workers; raise if one that the run needs is dead for good.
 
         Raises:
             HandoverError: No rollout worker is left.
             VerifierError: A verifier worker ended.
         """
-        self.look_after()
+        self.watch_workers()
         for name, reason in self.restarts.dead.items():
             if name.startswith(Role.VERIFIER):
                 raise VerifierError(f"{name} ended: {reason}; log: {log_path(self._logs, name)}")
@@ -232,31 +234,31 @@ class Cluster:
 
     @property
     def is_halted(self) -> bool:
-        """Whether nobody generates, or nobody verifies, until a start is done, which has a deadline of its own."""
+        """Whether there is no engine, or no verifier, until a restart is done; a restart has a deadline of its own."""
         return not (self.engines.handles and self.verifiers)
 
     @property
-    def waits_to_join(self) -> bool:
-        """Whether all who could generate wait for a publication, which without them would never come."""
+    def awaits_publication(self) -> bool:
+        """Whether every engine waits for a publication: without a batch from them, none would come by itself."""
         return not self.engines.handles and bool(self.restarts.ready(Role.ROLLOUT))
 
-    def take_in(self) -> list[str]:
-        """Make the rollout workers that are ready again receivers of the next publication; returns their names."""
+    def admit_ready_engines(self) -> list[str]:
+        """Make restarted engines receivers of the next publication; returns their names."""
         self.engines.handles |= (ready := self.restarts.take(Role.ROLLOUT))
         return list(ready)
 
-    def rejoin(self, names: Collection[str]) -> None:
-        """Let workers that were taken in ask for work, unless they were lost since."""
+    def activate(self, names: Collection[str]) -> None:
+        """Have admitted workers ask for work; those lost in the meantime are skipped."""
         workers = {name: handle for name, handle in self._workers.items() if name in names}
         self._serving.pending |= call_all(workers, "run").pending
         for name in workers:
             self.restarts.back(name)
 
     def scale(self, wanted: Mapping[Role, int]) -> tuple[list[str], list[str]]:
-        """Have so many workers of a role from now on: those that lack are started beside the steps, others dismissed.
+        """Set the number of workers of each role; new ones start beside the steps.
 
         Returns:
-            Their names; dismissed are those with the highest numbers.
+            The names of those started, and of those dismissed: the highest numbers.
         """
         started, dismissed = list[str](), list[str]()
         for role, count in wanted.items():
@@ -273,16 +275,16 @@ class Cluster:
         return started, dismissed
 
     def states(self) -> dict[str, int]:
-        """How many workers are in each state."""
+        """Count the workers in each state."""
         silent = self._reports.silent()
         alive = {name: State.SUSPECT if name in silent else State.HEALTHY for name in self._workers}
         return dict(Counter((alive | self.restarts.states).values()))
 
     def publish(self) -> dict[str, str | None]:
-        """Have all ranks send the present weights, to the engines that are alive now.
+        """Send the current weights from all ranks to the live engines.
 
         Returns:
-            Per engine None or why it failed: to join, or in the transfer.
+            None for each engine that has them, and the reason for each that failed to join or to receive.
         """
         failures: dict[str, str | None] = {}
         if not self.engines.handles:
@@ -291,13 +293,13 @@ class Cluster:
             failures = self._connect()
             if any(failures.values()) and not self._config.weights.staged:
                 return failures  # There is no group to send to.
-        # The engines' own deadlines (open, receive, load) come first, so that a late engine is blamed and not a rank.
+        # Longer than the engines' own deadlines (open, receive, load), so that a late engine is blamed, not a rank.
         timeout_s = 3 * self._config.weights.timeout_s + self._config.run.stall_timeout_s
         sent, *_ = self.ranks.ask("publish", timeout_s=timeout_s)
         return {**failures, **sent}
 
     def _connect(self) -> dict[str, str | None]:
-        """Form the transfer groups with the engines that are alive; returns per engine None or why it failed."""
+        """Form transfer groups with the live engines; returns None for each engine, or why it failed."""
         before, self._connected = self._connected, dict(self.engines.handles)
         kept = [name for name, handle in self._connected.items() if before.get(name) == handle]
         timeout_s = self._config.run.start_timeout_s + 2 * self._config.weights.join_timeout_s
@@ -305,7 +307,7 @@ class Cluster:
         return dict(failures)
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, Any]]]:
-        """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
+        """Return the workers' new events, and their gauges by lane; `watch_workers` handles dead ones."""
         reports, failed = self._reports.poll(self._workers, wait_s=_REPORT_WAIT_S)
         for name, error in failed.items():
             if isinstance(error, EngineError):
@@ -337,12 +339,12 @@ class Cluster:
         return hung
 
     def stop(self) -> None:
-        """Stop every actor, then end what did not stop by itself."""
+        """Stop every actor, and kill those that do not stop."""
         stop_all({**self._workers, **self.ranks.handles, "queue": self._queue_actor})
         self.kill()
 
     def kill(self) -> None:
-        """End every actor at once."""
+        """Kill every actor."""
         self.ranks.kill()
         kill(*self._workers.values(), *self.restarts.handles.values(), self._queue_actor)
         if hasattr(self, "queue"):
@@ -363,7 +365,7 @@ class Cluster:
         logger.warning("worker %s was lost: %s", name, reason)
         self._serving.pending.pop(name, None)
         self.restarts.lost(name, reason)
-        self.queue.forget(worker=name)  # last, as the queue may be what died
+        self.queue.forget(worker=name)  # last, as it raises if the queue died too
 
     def _respawn(self, name: str) -> Any:
         return self._spawn(name) if self._places.has_place(name) else None
@@ -374,9 +376,9 @@ class Cluster:
         common = {"access": self._access[role], "model_folder": self._model_folder}
         return self._places.spawn(kind, name, name=name, **common)
 
-    def _find_queue(self) -> None:
+    def _wait_for_queue(self) -> None:
         opening = Calls({"queue": self._queue_actor.access.remote()})
-        self._access = self._places.wait_until_started(opening, self._say)["queue"]
+        self._access = self._places.wait_until_started(opening, self._print)["queue"]
 
     def _send_to_queue(self, members: Mapping[str, Any], method: str) -> Calls:
         return Calls({name: getattr(one, method).remote(self._access[_role(name)]) for name, one in members.items()})

@@ -1,10 +1,11 @@
-"""The controller: drives one run from start to end. A plain class in the CLI's process.
+"""The controller drives one run from start to end: a plain class in the CLI's process.
 
-What every kind of run has: its order, Ctrl-C, the watchdog, checkpoints and the end. What a step is, and who takes part
-in it beside the trainer ranks, the two kinds say: `online.py` and `offline.py`.
+This file has what every run has: the order of things, Ctrl-C, the watchdog, checkpoints and the end. `online.py` and
+`offline.py` define what a step is.
 
-Every wait begins with `_tick`, again and again: there the record of the last step is written, so that nobody waits for
-it. What ends the run while a batch trains waits until it is trained, so that there is a whole state to save.
+All waits poll, and call `_tick` at each poll. It answers Ctrl-C, writes the row of the last step (so that no step waits
+for it), advances a save in the background, and watches the processes. A stop request takes effect between two steps,
+where there is a whole state to save.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
 _GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
-"""What is over when queue and ranks begin again."""
+"""Failures that a restart from a checkpoint can cure."""
 _SETTLE_S = 0.05
-"""Between looks at a save that is waited for."""
+"""Between polls of a save in the background."""
 
 
 class Interrupted(Exception):
@@ -49,17 +50,17 @@ class Interrupted(Exception):
 
 
 class Controller(ABC):
-    """One run: owns the processes, the run folder and the order of everything."""
+    """One run: owns its processes and its run folder."""
 
     _config: Any
     _ranks: Ranks
     _recorder_kind: type[Any]
 
     def __init__(self, *, folder: RunFolder, places: Places, model_folder: Path, view: View) -> None:
-        """Prepare a run; nothing starts before `run`.
+        """Prepare a run; `run` starts it.
 
         Args:
-            places: With the recipe, its paths absolute and its steps known.
+            places: What is reserved, with the recipe: paths absolute, number of steps known.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
         """
         self._config, self._folder, self._view = places.config, folder, view
@@ -72,27 +73,27 @@ class Controller(ABC):
         self._saved_at = time.monotonic()
         self._restarts_left: int = self._config.run.max_restarts
         self._furthest = 0
-        """The step that was saved last, of all that this process has saved."""
+        """The latest step that this process has saved."""
         self._at_boundary = False
-        """The weights are those of a completed step, so that they can be saved."""
+        """Whether the weights are those of a completed step, which can be saved."""
         self._saving: tuple[int, Iterator[object]] | None = None
-        """The step that is saved beside the present one, and what goes on with it."""
+        """The step that is being saved in the background, and the generator that advances the save."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
         self._callback_error: BaseException | None = None
-        """What `on_step` raised; it ends the run, like any other error, once the step under way is trained."""
+        """What `on_step` raised; it ends the run after the current step."""
         self._unwritten: dict[str, Any] | None = None
-        """What is known of the last step, until its row is written."""
+        """Record of the last step, until its row is written."""
 
     def run(self, on_step: Callable[[Mapping[str, Any]], object] | None = None) -> dict[str, Any]:
         """Run to the end and return the summary.
 
         Args:
-            on_step: Gets the row of every step, once more of those that are trained again after the run went back;
-                returning False ends the run like Ctrl-C.
+            on_step: Gets the row of every step, again for steps that are repeated from a checkpoint; returning False
+                ends the run like Ctrl-C.
 
         Raises:
-            Interrupted: After Ctrl-C, once everything is saved; after the notice of a batch system, in any case.
-            Exception: What ended the run early, or what `on_step` raised; what could be saved is saved.
+            Interrupted: After Ctrl-C, once everything is saved; after a notice of a batch system, in any case.
+            Exception: What ended the run early, or what `on_step` raised; a completed step is saved.
         """
         self._on_step = on_step
         checkpoint = self._folder.checkpoint
@@ -103,7 +104,7 @@ class Controller(ABC):
     def _run(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             self._start(checkpoint)
-            self._interrupts.end_at_once(False)
+            self._interrupts.set_immediate(False)
             self._prepare(checkpoint)
             failure: Exception | None = None
             while True:
@@ -118,10 +119,10 @@ class Controller(ABC):
         except Interrupted:
             raise
         except KeyboardInterrupt:
-            self._view.say(self._folder.how_to_resume())
+            self._view.print(self._folder.how_to_resume())
             raise
         except (Exception, SystemExit) as error:
-            located = self._places.whereabouts.located(error)
+            located = self._places.placement.with_nodes(error)
             self._rescue(located)
             if self._interrupts.notice:
                 is_resumable = bool(whole_checkpoints(self._folder.checkpoints))
@@ -134,78 +135,78 @@ class Controller(ABC):
             self._processes.kill()
 
     def _may_go_back(self, failure: Exception) -> bool:
-        """Whether to begin again may help: a node that is out of reach would be waited for in vain."""
-        is_hopeless = isinstance(failure, FruitlessError) or self._places.whereabouts.out_of_reach()
+        """True if a restart can help; False if a node is unreachable."""
+        is_hopeless = isinstance(failure, FruitlessError) or self._places.placement.out_of_reach()
         return not (self._interrupts or self._restarts_left == 0 or is_hopeless)
 
     def _go_back(self, failure: Exception) -> None:
-        """Begin again at the last checkpoint, which may be this moment's, with new processes where it takes them."""
-        noticed, reason = time.time(), str(self._places.whereabouts.located(failure))
+        """Restart from the latest checkpoint, after saving the current step if it is complete."""
+        noticed, reason = time.time(), str(self._places.placement.with_nodes(failure))
         self._save_what_is_whole()
         self._restarts_left -= 1
         self._recorder.close()
-        self._folder.go_back(say=self._view.say)
+        self._folder.go_back(say=self._view.print)
         self._recorder = self._recorder_kind(self._config, self._folder)
         checkpoint = self._folder.checkpoint
         place = checkpoint.name if checkpoint else "the start"
-        self._view.say(
-            f"{reason}; the run goes back to {place} (run.max_restarts: {self._restarts_left} left)", style="yellow"
+        self._view.print(
+            f"{reason}; restarting from {place} (run.max_restarts: {self._restarts_left} left)", style="yellow"
         )
         self._unwritten, self._version = None, 0
-        self._interrupts.end_at_once(True)
+        self._interrupts.set_immediate(True)
         self._spawn_all(checkpoint)
         try:
             self._start(checkpoint)
         except StallError:
-            self._restarts_left = 0  # what took too long would do so again
+            self._restarts_left = 0  # the next start would take too long as well
             raise
-        self._interrupts.end_at_once(False)
+        self._interrupts.set_immediate(False)
         self._at_boundary = True
         self._prepare(checkpoint)
         self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)
-        self._view.say(f"back at step {self._version}")
+        self._view.print(f"back at step {self._version}")
 
     def _spawn_all(self, checkpoint: Path | None) -> None:
         self._processes = self._spawn(checkpoint)
-        self._ranks.meanwhile = self._hear
+        self._ranks.meanwhile = self._announce_stop
 
     @abstractmethod
     def _spawn(self, checkpoint: Path | None) -> Cluster | Ranks:
-        """Start the first processes, and set `_ranks`; returns what ends all that there will be.
+        """Start the first processes and set `_ranks`; returns the object that stops and kills all processes.
 
-        Called again, it replaces those that hold the run's state.
+        Another call replaces the processes that hold the run's state.
         """
 
     @abstractmethod
     def _start(self, checkpoint: Path | None) -> None:
-        """Wait until all processes are there. Ctrl-C ends the run at once: there is nothing to save yet."""
+        """Wait until all processes have started; Ctrl-C ends the run at once, as there is nothing to save."""
 
     @abstractmethod
     def _prepare(self, checkpoint: Path | None) -> None:
-        """Do what comes before the first step."""
+        """Prepare the first step."""
 
     @abstractmethod
     def _step(self) -> bool:
-        """Train one step and leave its record in `_unwritten`; False when Ctrl-C came before it began."""
+        """Train one step and leave its record in `_unwritten`; False if Ctrl-C came before it began."""
 
     @abstractmethod
-    def _look_after(self) -> None:
-        """Do what goes on beside a wait."""
+    def _poll_processes(self) -> None:
+        """Watch the processes and collect their reports; called at each poll of a wait."""
 
     @abstractmethod
     def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
-        """Write the row of a step, show it, and return it."""
+        """Write, show and return the row of a step."""
 
     @abstractmethod
-    def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
-        """Write the summary of a run that is saved, or of one that failed, which may have lost processes."""
+    def _summarize(self, status: str, *, failed: bool) -> dict[str, Any]:
+        """Write and return the summary; a failed run may have lost processes."""
 
-    def _wind_up(self, status: str) -> str:
-        """Do what comes between the last step and the last checkpoint; returns the status."""
+    def _before_last_save(self, status: str) -> str:
+        """Finish the run's work after the last step; returns the status."""
         return status
 
     def _queue_state(self) -> bytes | None:
-        """Return the sample queue's part of a checkpoint."""
+        """Return the sample queue's part of a checkpoint, None for a run without one."""
         return None
 
     def _steps(self) -> str:
@@ -222,30 +223,30 @@ class Controller(ABC):
         return "interrupted" if self._version < steps else "done"
 
     def _is_due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, 0 = never, does so now; at the end it does anyway."""
+        """Whether a thing that happens every `every` steps (0 = never) is due; not at the last step."""
         return every > 0 and self._version % every == 0 and self._version < self._config.run.steps
 
     def _save_if_due(self) -> None:
-        """Write a checkpoint where steps or minutes since the last one ask for it."""
+        """Save if `run.checkpoint_every` or `run.checkpoint_every_minutes` asks for it."""
         run = self._config.run
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
             try:
                 self._save(beside=run.checkpoint_beside)
             except CheckpointError as error:
-                self._view.say(str(error), style="yellow")
+                self._view.print(str(error), style="yellow")
 
     def _ask(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
-        """Have all ranks do something together, with the watchdog on."""
+        """Call a method of all ranks under the watchdog; returns their answers."""
         calls = call_all(self._ranks.handles, "work", method, *args)
         self._watchdog.restart()
         self._tick()
         while late := self._ranks.wait(calls, POLL_S):
             self._tick()
-            if self._interrupts.are_overdue():
+            if self._interrupts.is_overdue():
                 raise StallError(
-                    f"after {self._interrupts.notice} the run must save within run.save_deadline_s="
-                    f"{self._config.run.save_deadline_s:g} s, it still waits for {waiting_for}: given up"
+                    f"the run could not stop in time after {self._interrupts.notice}: run.save_deadline_s="
+                    f"{self._config.run.save_deadline_s:g} are over, and it still waits for {waiting_for}"
                 )
             progress = (len(late), self._ranks.progress())
             self._watchdog.check(
@@ -254,56 +255,56 @@ class Controller(ABC):
         return [calls.values[name] for name in self._ranks.handles]
 
     def _tick(self) -> None:
-        """What every wait does first, and again and again."""
+        """Do what every wait does at each poll."""
         if self._places.head_is_lost():
             self._interrupts.give_notice("the loss of Ray's head process (GCS)")
-        self._hear()
+        self._announce_stop()
         if self._unwritten is not None:
             row = self._write(self._unwritten)
             self._unwritten = None
             self._call_back(row)
-        self._go_on_saving()
-        self._look_after()
+        self._advance_save()
+        self._poll_processes()
 
-    def _hear(self) -> None:
-        """Tell whoever asked to stop that they were heard."""
-        if self._interrupts.are_news():
+    def _announce_stop(self) -> None:
+        """Confirm a request to stop, once."""
+        if self._interrupts.is_unannounced():
             why = self._interrupts.notice or "press Ctrl-C again to stop at once"
-            self._view.say(f"stopping after this step and saving ({why}) ...")
+            self._view.print(f"stopping after this step and saving ({why}) ...")
 
     def _call_back(self, row: Mapping[str, Any]) -> None:
         try:
             if self._on_step is not None and self._on_step(row) is False:
-                self._interrupts.ask()
+                self._interrupts.request_stop()
         except (Exception, SystemExit) as error:
             self._callback_error, self._on_step = error, None
-            self._interrupts.ask()
+            self._interrupts.request_stop()
 
     def _save(self, *, beside: bool = False) -> None:
-        """Write a checkpoint of this step boundary; beside the steps that follow, only the copies are waited for.
+        """Save the completed step; in the background (`beside`), only the copies of the state are waited for.
 
         Raises:
-            CheckpointError: Beside the steps, of which none waits for an earlier save.
-            StallError: Somebody is late.
+            CheckpointError: In the background: an earlier save is still being written.
+            StallError: A rank or the disk is late.
         """
         self._tick()
         if not beside:
-            self._settle()
+            self._finish_save()
         self._saved_at = time.monotonic()
         if self._config.run.checkpoint_beside and ((late := self._ranks.busy()) or self._saving is not None):
             words = "; ".join(f"{name} {doing}" for name, doing in late.items()) or "its manifest"
-            problem = f"step {self._version} is not saved, an earlier one is still written: {words}"
+            problem = f"step {self._version} is not saved: an earlier save is still being written: {words}"
             raise CheckpointError(problem) if beside else StallError(problem)
         saving = self._write_checkpoint(beside=beside)
         if beside:
-            next(saving)  # what fails until here is of this step
+            next(saving)  # an error up to here belongs to this step
             self._saving = self._version, saving
             return
         for _ in saving:
-            self._hear()
+            self._announce_stop()
 
     def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
-        """Yield again and again until there is a checkpoint of the step that is completed now."""
+        """Write a checkpoint of the completed step, a bit at each `next`; ends when it is whole."""
         run, step, wait_s = self._config.run, self._version, 0.0 if beside else POLL_S
         with self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path:
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
@@ -314,8 +315,8 @@ class Controller(ABC):
             while wait([reading], wait_s).not_done:
                 if time.monotonic() >= deadline:
                     raise StallError(
-                        f"the controller must read what was saved, for its manifest, within run.save_timeout_s="
-                        f"{run.save_timeout_s:g} s; it still reads {path.parent}: is that disk slow, or gone?"
+                        f"the manifest of {path.parent} was not written: expected to read the checkpoint within "
+                        f"run.save_timeout_s={run.save_timeout_s:g} s. Fix: check that disk, or raise the limit"
                     )
                 yield None
             reading.result()
@@ -323,8 +324,8 @@ class Controller(ABC):
         if step > self._furthest:
             self._furthest, self._restarts_left = step, run.max_restarts
 
-    def _go_on_saving(self) -> None:
-        """Look after a save beside the steps; one that fails costs nothing but its checkpoint."""
+    def _advance_save(self) -> None:
+        """Advance a save in the background; if it fails, only its checkpoint is lost."""
         if self._saving is None:
             return
         step, saving = self._saving
@@ -334,23 +335,23 @@ class Controller(ABC):
         except StopIteration:
             pass
         except Exception as error:
-            self._view.say(f"the save of step {step} failed: {error}", style="yellow")
+            self._view.print(f"the save of step {step} failed: {error}", style="yellow")
         self._saving = None
 
-    def _settle(self) -> None:
-        """Wait for a save beside the steps: whoever saves, goes back or ends finds no other one under way."""
+    def _finish_save(self) -> None:
+        """Wait for a save in the background, before another save, a restart or the end."""
         if self._saving is not None:
             step, timeout_s = self._saving[0], self._config.run.save_timeout_s
-            self._view.say(f"waiting for the save of step {step} (run.save_timeout_s={timeout_s:g}) ...")
+            self._view.print(f"waiting for the save of step {step} (run.save_timeout_s={timeout_s:g}) ...")
         while self._saving is not None:
-            self._go_on_saving()
-            self._hear()
+            self._advance_save()
+            self._announce_stop()
             time.sleep(_SETTLE_S)
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """Wind up, save, export, sum up, stop; in this order. After a notice, no more than is needed to go on."""
-        status = self._wind_up(status)
-        self._view.say("saving ...")
+        """Save, export, summarize and stop, in this order; after a notice, only what a resume needs."""
+        status = self._before_last_save(status)
+        self._view.print("saving ...")
         self._save()
         checkpoint = self._folder.newest_checkpoint()
         if not self._interrupts.notice:
@@ -358,8 +359,8 @@ class Controller(ABC):
             seal(checkpoint)
         if self._interrupts:
             self._recorder.stopped_by = self._interrupts.why
-            self._view.say(f"saved {checkpoint.name} after {self._interrupts.why}")
-        summary = self._sum_up(status, failed=False)
+            self._view.print(f"saved {checkpoint.name} after {self._interrupts.why}")
+        summary = self._summarize(status, failed=False)
         if not self._interrupts.notice:
             self._processes.stop()
         if status != "done":
@@ -367,25 +368,25 @@ class Controller(ABC):
         return summary
 
     def _rescue(self, error: BaseException) -> None:
-        """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
+        """After a failure: save a completed step, write the summary, and print how to resume."""
         self._view.end()
         if self._interrupts.notice:
-            self._view.say(str(error))
+            self._view.print(str(error))
         self._save_what_is_whole()
         self._recorder.stopped_by = self._interrupts.why
-        self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
-        self._view.say(self._folder.how_to_resume())
+        self._summarize(f"failed: {type(error).__name__}: {error}", failed=True)
+        self._view.print(self._folder.how_to_resume())
 
     def _save_what_is_whole(self) -> None:
-        """After a failure: save if the weights are those of a step boundary, and everybody is there who is needed."""
+        """Save after a failure, if a step is complete and all ranks are free."""
         with contextlib.suppress(Exception):
             self._tick()
-        self._settle()
+        self._finish_save()
         with contextlib.suppress(Exception):
-            # A rank that is in the middle of something hangs: saving would wait for nothing.
+            # A busy rank hangs, and the save would wait for it.
             if self._at_boundary and self._version > 0 and not self._ranks.busy():
-                self._view.say(f"saving step {self._version} ...")
+                self._view.print(f"saving step {self._version} ...")
                 try:
                     self._save()
                 except CheckpointError as error:
-                    self._view.say(str(error), style="yellow")
+                    self._view.print(str(error), style="yellow")

@@ -22,7 +22,7 @@ class RayEngines:
     def __init__(self, handles: dict[str, Any], *, timeout_s: float, on_drop: Callable[[str, str], None]) -> None:
         self.handles = handles
         self._timeout_s, self._on_drop = timeout_s, on_drop
-        self.awaits_others: Callable[[], bool] = lambda: False
+        self.expects_more: Callable[[], bool] = lambda: False
         """Whether more are on their way, so that to have none is not the end."""
         self._last_lost = ""
         self._method, self._calls = "", Calls({})
@@ -69,7 +69,7 @@ class RayEngines:
         Raises:
             HandoverError: No actor is left; says how the last one was lost.
         """
-        if not self.handles and not self.awaits_others():
+        if not self.handles and not self.expects_more():
             raise HandoverError(f"no rollout worker is left; the last one, {self._last_lost}")
 
     def _drop_if_stalled(self, calls: Calls, watchdog: Watchdog) -> None:

@@ -1,4 +1,4 @@
-"""One evaluation: greedy completions of held-out prompts, beside generation, scored by the run's verifier."""
+"""Evaluations: greedy completions of held-out prompts, beside generation, scored by a verifier worker."""
 
 import math
 import statistics
@@ -23,26 +23,26 @@ _SCORE_TIMEOUT_S = 10.0
 
 
 class Evaluations:
-    """One after another: split over the live engines when it begins; `poll` carries it on until there is a result."""
+    """One evaluation at a time, split over the live engines when it begins; `poll` advances it."""
 
     def __init__(
         self, cluster: Cluster, prompts: list[Prompt], *, recorder: OnlineRecorder, lane: EventBuffer, view: View
     ) -> None:
-        """Take note of whom to ask and whom to tell.
+        """Prepare evaluations.
 
         Args:
-            prompts: Held out; none = there is nothing to evaluate.
+            prompts: Held out; none = no evaluations.
         """
         self._cluster, self._prompts = cluster, prompts
         self._recorder, self._lane, self._view = recorder, lane, view
         self._calls: Calls | None = None
-        """Engines that generate, or the verifier that scores; None = no evaluation is going on."""
+        """Calls of the engines that generate, then of the verifier that scores; None = no evaluation in progress."""
         self._step = 0
         self._parts: dict[str, list[Prompt]] = {}
         self._pairs: list[tuple[Prompt, Sample | None]] | None = None
 
     def __bool__(self) -> bool:
-        """Whether one is going on."""
+        """Whether one is in progress."""
         return self._calls is not None
 
     def begin(self, step: int) -> None:
@@ -59,7 +59,7 @@ class Evaluations:
                 calls[part] = handle.evaluate.remote(self._parts[part])
             self._calls = Calls(calls)
         elif self._prompts:
-            self._view.say(f"the evaluation of step {step} was lost: no rollout worker is there")
+            self._view.print(f"the evaluation of step {step} was lost: no rollout worker is there")
 
     def end(self) -> None:
         """Forget the one in progress."""
@@ -81,14 +81,14 @@ class Evaluations:
         return ", ".join(self._calls.pending) if self._calls else ""
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Look for results, at most `wait_s` seconds; where a worker fails or dies in it, the evaluation is lost."""
+        """Wait up to `wait_s` seconds for results; if a worker fails or dies, the evaluation is lost."""
         if self._calls is None:
             return
         for _, error in self._calls.answers(wait_s):
             if error is not None:
-                # What ends the run as well is told in full then.
+                # An error that also ends the run is printed in full then.
                 reason = shorten(describe(error), 160, placeholder=" ...")
-                self._view.say(f"the evaluation of step {self._step} was lost: {reason}")
+                self._view.print(f"the evaluation of step {self._step} was lost: {reason}")
                 return self.end()
         if not self._calls.pending:
             self._advance(self._calls.values)
@@ -98,7 +98,7 @@ class Evaluations:
             if self._cluster.verifiers:
                 self._calls = self._score(values)
             else:
-                self._view.say(f"the evaluation of step {self._step} was lost: no verifier worker is there")
+                self._view.print(f"the evaluation of step {self._step} was lost: no verifier worker is there")
                 self.end()
             return
         (replies,) = values.values()
@@ -108,10 +108,10 @@ class Evaluations:
             figures = {name: result[name] for name in ("by_source", "called", "parts", "metrics")}
             self._recorder.evaluation(self._step, result["accuracy"], **figures)
             self._lane.emit("eval", **result)
-        self._view.say(in_words(result), style="" if result["problems"] else "red")
+        self._view.print(in_words(result), style="" if result["problems"] else "red")
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
-        """Have one verifier worker judge the completions; a failed episode has none (the workers' logs say why)."""
+        """Call one verifier worker for all completions; failed episodes have none (see the workers' logs)."""
         self._pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
         name, verifier = next(iter(self._cluster.verifiers.items()))
         prompts = [prompt for prompt, _ in self._pairs]
@@ -155,10 +155,10 @@ class Evaluations:
 
 
 def in_words(result: Mapping[str, Any]) -> str:
-    """Say what an evaluation found, by source where there are several."""
+    """Describe a result in one line, by source if there are several."""
     step, failures = result["step"], result["failures"]
     if not result["problems"]:
-        return f"held-out mean reward at step {step}: none, as not one of {failures} completions could be scored"
+        return f"held-out mean reward at step {step}: none of {failures} completions could be scored"
     by_source = [f"{name} {value:.3f}" for name, value in result["by_source"].items()]
     return (
         f"held-out {result['called']} at step {step}: {result['accuracy']:.3f} "

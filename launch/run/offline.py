@@ -1,4 +1,4 @@
-"""The controller of an offline run (SFT, reward model, DPO): the ranks train on rows that are there from the start."""
+"""The controller of an offline run (SFT, reward model, DPO): the ranks train on rows of a file."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from areal_lite.record.recorder import OfflineRecorder
 
 
 class OfflineController(Controller):
-    """Needs nobody but the ranks."""
+    """Runs `areal-lite sft`, `reward-model` and `dpo`, which have trainer ranks only."""
 
     _config: OfflineConfig
     _recorder_kind = OfflineRecorder
@@ -25,13 +25,13 @@ class OfflineController(Controller):
         return self._ranks
 
     def _start(self, checkpoint: Path | None) -> None:
-        self._view.say("starting the trainer ranks ...")
+        self._view.print("starting the trainer ranks ...")
         starting = self._ranks.start(model_folder=str(self._model_folder))
-        self._places.wait_until_started(starting, self._view.say)
+        self._places.wait_until_started(starting, self._view.print)
 
     def _prepare(self, checkpoint: Path | None) -> None:
         if self._config.has_reference:
-            self._view.say("running the reference model over all pairs ...")
+            self._view.print("running the reference model over all pairs ...")
         self._ask("prepare", waiting_for="the reference model")
         if checkpoint is not None:
             self._version = self._ranks.load(checkpoint)
@@ -51,7 +51,7 @@ class OfflineController(Controller):
         try:
             if self._version == run.steps or self._is_due(run.eval_every):
                 self._evaluate()
-        finally:  # the step is trained, and will be saved, even where its evaluation failed
+        finally:  # the step is trained and will be saved, even if its evaluation failed
             self._unwritten = record
         self._save_if_due()
         return True
@@ -62,9 +62,9 @@ class OfflineController(Controller):
             self._recorder.evaluations[self._version] = figures = measured["figures"]
             self._controller_lane.emit("eval", step=self._version, **measured)
             found = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            self._view.say(f"step {self._version}, held out: {found}")
+            self._view.print(f"step {self._version}, held out: {found}")
 
-    def _look_after(self) -> None:
+    def _poll_processes(self) -> None:
         self._recorder.feed([*self._trainer_lane.drain(), *self._controller_lane.drain()])
 
     def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
@@ -72,7 +72,7 @@ class OfflineController(Controller):
         self._view.step(row, evaluations=self._recorder.evaluations)
         return row
 
-    def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
-        self._look_after()
+    def _summarize(self, status: str, *, failed: bool) -> dict[str, Any]:
+        self._poll_processes()
         summary: dict[str, Any] = self._recorder.summary(status)
         return summary

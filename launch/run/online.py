@@ -1,7 +1,8 @@
 """The controller of a reinforcement-learning run: workers generate and verify while the ranks train.
 
-Per step: wait for a batch, have the trainer ranks train it, hand the weights over, compare, and only then evaluate or
-save.
+A step consumes a batch from the sample queue, has the ranks train it, hands the new weights over to the engines, checks
+parity, and then evaluates and saves if due. It waits for the batch (unblocked by finished groups, or by the watchdog,
+which names the workers with the oldest leases) and for the ranks (unblocked by their answers, or by the watchdog).
 """
 
 import contextlib
@@ -35,30 +36,30 @@ from areal_lite.weights.handover import hand_over
 logger = logging.getLogger(__name__)
 
 _FRUITLESS_BATCHES = 50
-"""Batches' worth of groups that may end failed, rejected or stale before a single batch is complete."""
+"""Batches' worth of groups that may end failed, rejected or stale before a batch is complete."""
 
 
 class OnlineController(Controller):
-    """Owns the cluster, beside what every controller owns."""
+    """Runs `areal-lite train`."""
 
     _config: Config
     _cluster: Cluster
     _recorder_kind = OnlineRecorder
 
     def __init__(self, *, prompts: Mapping[str, list[Prompt]], eval_prompts: list[Prompt], **run: Any) -> None:
-        """Prepare a run; nothing starts before `run`.
+        """Prepare a run.
 
         Args:
-            prompts: To train on, by source.
+            prompts: Training prompts by source.
             eval_prompts: Held-out prompts; none = no evaluation.
-            run: What every run has.
+            run: Arguments of `Controller`.
         """
         super().__init__(**run)
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
         self._warnings = [stale_warning, spread_warning, growth_warning]
-        """What may still be said, each once."""
+        """Checks of the rows so far that have found nothing yet: each warns once."""
         self._first_version = 0
         self._parity = ParityCheck(
             self._config,
@@ -67,14 +68,16 @@ class OnlineController(Controller):
             report=self._report_parity,
         )
         self._wanted: Mapping[Role, int] = {}
-        """Workers that somebody asked for, until there is a moment for it."""
+        """Numbers of workers asked for by `areal-lite scale`, until the next wait for a batch."""
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
         state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
         if hasattr(self, "_cluster"):
-            self._cluster.renew(state)
+            self._cluster.replace_core(state)
         else:
-            self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
+            self._view.print(
+                "starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ..."
+            )
             self._cluster = Cluster(
                 self._places, model_folder=self._model_folder, queue_state=state, prompts=self._prompts
             )
@@ -92,7 +95,7 @@ class OnlineController(Controller):
         return self._cluster
 
     def _start(self, checkpoint: Path | None) -> None:
-        self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
+        self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.print)
         self._hand_over(stamp_ledger=lambda: None)
         self._first_version = self._version
         if self._config.weights.parity_every:
@@ -112,7 +115,7 @@ class OnlineController(Controller):
         info = self._wait_for_batch(batch_id)
         if info is None:
             return False
-        self._cluster.note_taken(batch_id)
+        self._cluster.mark_batch_taken(batch_id)
         taken = time.monotonic()
         self._trainer_lane.emit("train", batch=batch_id)
         groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
@@ -130,7 +133,7 @@ class OnlineController(Controller):
             self._publish(batch_id)
             record["timings"]["publish_s"] = time.monotonic() - trained
             self._compare(groups)
-        finally:  # the step is trained, and will be saved, even where what follows failed
+        finally:  # the step is trained and will be saved, even if the rest failed
             record["timings"].setdefault("publish_s", time.monotonic() - trained)
             self._unwritten = record
         if self._is_due(self._config.run.eval_every) and not self._evaluations:
@@ -153,7 +156,7 @@ class OnlineController(Controller):
             self._cluster.check_workers()
             if self._cluster.is_halted:
                 self._watchdog.restart()
-            if self._cluster.waits_to_join:
+            if self._cluster.awaits_publication:
                 self._hand_over(stamp_ledger=lambda: None)
             status = queue.status()
             ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
@@ -178,31 +181,31 @@ class OnlineController(Controller):
             self._watchdog.restart()
 
     def _scale(self) -> None:
-        """Have as many workers as were asked for, here where no weights are under way."""
+        """Start or dismiss workers as asked, while no weights are being sent."""
         if self._wanted:
             started, dismissed = self._cluster.scale(self._wanted)
             self._wanted = {}
             self._controller_lane.emit("scaled", started=started, dismissed=dismissed)
-            self._view.say(f"starting {', '.join(started) or 'nobody'}, dismissing {', '.join(dismissed) or 'nobody'}")
+            self._view.print(f"starting {', '.join(started) or 'none'}, dismissing {', '.join(dismissed) or 'none'}")
 
     def _raise_if_fruitless(self, ended: int, counts: dict[str, int]) -> None:
-        """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
+        """Groups that end without ever making a batch look like progress to the watchdog, but are not."""
         if ended > _FRUITLESS_BATCHES * self._config.queue.groups_per_step:
             reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
             self._collector.collect(force=True)
-            what_to_do = f"see {self._folder.logs}/verifier-*.log, and try the verifier alone with areal-lite verify"
+            fix = f"see {self._folder.logs}/verifier-*.log, and try the verifier alone with areal-lite verify"
             if errors := list(self._collector.errors().values()):
-                what_to_do = (
-                    f"episodes failed with {' | '.join(errors)}; mend that (tracebacks are in "
-                    f"{self._folder.logs}/rollout-*.log), and play some episodes without training by areal-lite eval"
+                fix = (
+                    f"correct what fails episodes: {' | '.join(errors)} (tracebacks are in "
+                    f"{self._folder.logs}/rollout-*.log); areal-lite eval runs episodes without training"
                 )
             raise FruitlessError(
-                f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
-                f"the last one: {reasons or counts}; {what_to_do}"
+                f"no batch was completed: expected {self._config.queue.groups_per_step} trainable groups, got none of "
+                f"{ended} that ended since the last batch: {reasons or counts}. Fix: {fix}"
             )
 
     def _publish(self, batch_id: str) -> None:
-        """Hand the weights of a trained step over; it is complete even where that fails, so that it can be saved."""
+        """Hand over the weights of a trained step, which is complete, and can be saved, even if that fails."""
 
         def complete() -> None:
             self._cluster.queue.complete_step(batch_id=batch_id)
@@ -218,7 +221,7 @@ class OnlineController(Controller):
         self._trainer_lane.emit("published", version=self._version)
 
     def _hand_over(self, *, stamp_ledger: Callable[[], None]) -> None:
-        joining = self._cluster.take_in()
+        joining = self._cluster.admit_ready_engines()
         hand_over(
             self._cluster.engines,
             publish=self._cluster.publish,
@@ -228,19 +231,19 @@ class OnlineController(Controller):
             interrupt=self._config.rollout.interrupt,
             events=self._handover_lane,
         )
-        self._cluster.rejoin(joining)
+        self._cluster.activate(joining)
 
     def _compare(self, groups: list[Group]) -> None:
-        """Compare engines and trainer where that is due, and take the result of a finished evaluation."""
+        """Check parity if it is due, and take the result of a finished evaluation."""
         if every := self._config.weights.parity_every:
-            # The weights of the start are in the engines' own files as well: the first that are not show what arrives.
+            # The engines loaded the initial weights from files: the first trained weights show whether any arrive.
             is_due = self._version % every == 0 or self._version == self._first_version + 1
             wanted = self._config.weights.parity_sequences if is_due else 0
             self._check_parity(stored_sequences(groups, wanted))
         self._evaluations.poll()
 
     def _check_parity(self, sequences: list[tuple[list[int], list[int]]]) -> None:
-        """Measure invariant I4, of what is due.
+        """Check invariant I4 on the parts that are due.
 
         Raises:
             HandoverError: An engine is not the trainer's model.
@@ -261,15 +264,15 @@ class OnlineController(Controller):
         self._cluster.copy_queue()
         super()._tick()
 
-    def _look_after(self) -> None:
+    def _poll_processes(self) -> None:
         self._wanted = scaling.take(self._folder.path) or self._wanted
-        self._cluster.look_after()
+        self._cluster.watch_workers()
         if replaced := self._cluster.replaced:
             self._cluster.replaced = None
             self._controller_lane.emit("restarted", step=self._version, **replaced)
-            self._view.say(
-                "queue is back: workers go on with {leases_kept} groups and drop {leases_lost}, {finished} are kept "
-                "beside, {waiting} begin anew".format(**replaced)
+            self._view.print(
+                "queue is back: workers kept {leases_kept} groups and dropped {leases_lost}; {finished} finished ones "
+                "are kept, {waiting} are generated again".format(**replaced)
             )
         self._collector.collect()
         self._evaluations.poll()
@@ -291,7 +294,7 @@ class OnlineController(Controller):
         for warning in [*self._warnings]:
             if text := warning(self._recorder.rows):
                 self._warnings.remove(warning)
-                self._view.say(text, style="yellow")
+                self._view.print(text, style="yellow")
                 self._controller_lane.emit("warning", step=self._version, text=text)
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
         return row
@@ -300,7 +303,7 @@ class OnlineController(Controller):
         """Evaluate under one version, with nothing beside it; Ctrl-C ends it, and what is evaluated by then counts."""
         self._evaluations.begin(self._version)
         if self._evaluations:
-            self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
+            self._view.print(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
         self._watchdog.restart()
         while self._evaluations and not self._interrupts:
             culprit = functools.partial(str, self._evaluations.late())
@@ -309,19 +312,19 @@ class OnlineController(Controller):
             self._check_progress(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
         self._evaluations.cut_short()
 
-    def _wind_up(self, status: str) -> str:
-        self._cluster.note_taken()
+    def _before_last_save(self, status: str) -> str:
+        self._cluster.mark_batch_taken()
         self._cluster.queue.close_admission()
         self._evaluations.end()
         if status == "done":
             self._evaluate_now()
-        # Where Ctrl-C cut the evaluation short, the run is complete when a resume has made up for it.
+        # If Ctrl-C cut the evaluation short, a resume completes it.
         return "interrupted" if self._interrupts else status
 
     def _queue_state(self) -> bytes:
         return self._cluster.queue.save()
 
-    def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
+    def _summarize(self, status: str, *, failed: bool) -> dict[str, Any]:
         counts = dict[str, int]()
         attempt = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
         with attempt:
@@ -334,12 +337,12 @@ class OnlineController(Controller):
 
 
 def _late_workers(status: Any) -> str:
-    """Say who holds work and has not been heard of, or holds it longest."""
+    """Name the three workers with the oldest leases."""
     workers = sorted(status["workers"].items(), key=lambda item: -item[1]["oldest_lease_age_s"])
     if not workers:
-        return "no worker has asked for work yet"
+        return "all workers: none has asked for work yet"
     return "; ".join(
-        f"{name} ({worker['role'] or 'no work yet'}) holds {worker['leases']} leases, the oldest since "
-        f"{worker['oldest_lease_age_s']:.0f} s, last heard of {worker['heartbeat_age_s']:.0f} s ago"
+        f"{name} ({worker['role'] or 'no work yet'}) holds {worker['leases']} leases, the oldest for "
+        f"{worker['oldest_lease_age_s']:.0f} s; last heartbeat {worker['heartbeat_age_s']:.0f} s ago"
         for name, worker in workers[:3]
     )

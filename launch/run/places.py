@@ -16,8 +16,8 @@ from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueError, RankDied, StallError
+from areal_lite.launch.run.placement import Placement
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
-from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, listens, local_address
 
 _RETRY_S = 1.0
@@ -38,7 +38,7 @@ class Places:
         """The recipe with its network settled."""
         self.logs = logs
         """Folder of the actors' logs."""
-        self.whereabouts = Whereabouts(nodes, bundles)
+        self.placement = Placement(nodes, bundles)
         self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
         self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
@@ -50,7 +50,7 @@ class Places:
         actor = ray.remote(kind).options(scheduling_strategy=strategy, **options)
         return actor.remote(self.config, log_folder=self.logs, **arguments)
 
-    def wait_until_started(self, starting: Calls, say: Callable[[str], object]) -> dict[str, Any]:
+    def wait_until_started(self, starting: Calls, report: Callable[[str], object]) -> dict[str, Any]:
         """Wait for the answers of starting actors, and return them by lane name.
 
         Raises:
@@ -62,7 +62,7 @@ class Places:
             if error is not None:
                 raise _not_started(name, error, log=log_path(self.logs, name)) from error
             missing = ", ".join(sorted(starting.pending))
-            say(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
+            report(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
         if starting.pending:
             raise StallError(
                 f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: "
@@ -82,7 +82,7 @@ class Places:
         if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
             return False
         self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
-        self.whereabouts.settle(lane, nodes[bundle.node])
+        self.placement.settle(lane, nodes[bundle.node])
         return True
 
     def head_is_lost(self) -> bool:
@@ -139,7 +139,7 @@ def _not_started(name: str, error: Exception, *, log: str) -> Exception:
 
 
 @contextlib.contextmanager
-def places_for(config: Config | OfflineConfig, *, logs: Path, say: Callable[[str], object]) -> Iterator[Places]:
+def places_for(config: Config | OfflineConfig, *, logs: Path, report: Callable[[str], object]) -> Iterator[Places]:
     """Reserve all that a run needs, for as long as the block lasts; actors write into the folder of logs.
 
     Waits for GPUs that others hold; unblocked by `run.start_timeout_s`.
@@ -151,11 +151,11 @@ def places_for(config: Config | OfflineConfig, *, logs: Path, say: Callable[[str
     settled = with_network(config)
     if settled.run.network is not None:
         address = local_address(settled.run.network)
-        say(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
-    group, bundles, nodes = _reserve(settled, say=say)
+        report(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
+    group, bundles, nodes = _reserve(settled, report=report)
     places = Places(settled, group, bundles, nodes, str(logs))
-    for line in places.whereabouts.lines():
-        say(line)
+    for line in places.placement.lines():
+        report(line)
     try:
         yield places
     finally:
@@ -163,7 +163,7 @@ def places_for(config: Config | OfflineConfig, *, logs: Path, say: Callable[[str
 
 
 def _reserve(
-    config: Config | OfflineConfig, *, say: Callable[[str], object]
+    config: Config | OfflineConfig, *, report: Callable[[str], object]
 ) -> tuple[PlacementGroup, list[Bundle], list[Node]]:
     deadline, told = time.monotonic() + config.run.start_timeout_s, False
     while True:
@@ -183,7 +183,7 @@ def _reserve(
                 f"{table(most, nodes)}\nwait for them, or raise run.start_timeout_s"
             )
         if not told:
-            say(f"waiting for GPUs that others hold:\n{table(most, nodes)}")
+            report(f"waiting for GPUs that others hold:\n{table(most, nodes)}")
             told = True
         time.sleep(_RETRY_S)
 

@@ -78,7 +78,7 @@ class Restarts:
         self._num_starts[name] += 1
         self._change(name, State.RESTARTING, reason)
 
-    def begin_anew(self) -> None:
+    def restart_pending(self) -> None:
         """Start those that are on their way once more, for what is not their fault, and is not counted."""
         kill(*self.handles.values())
         self._due |= dict.fromkeys(self.handles, self._clock())
@@ -99,7 +99,7 @@ class Restarts:
         for known in (self._due, self._starting.pending, self.dead, self.states, self._back_at):
             known.pop(name, None)
 
-    def was_lost(self, name: str) -> bool:
+    def has_restarted(self, name: str) -> bool:
         """Whether a worker is there for the second time."""
         return self._num_starts[name] > 0
 

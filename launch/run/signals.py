@@ -60,16 +60,16 @@ class Interrupts:
         """What asked to stop, in words; empty where nothing did."""
         return self.notice or ("Ctrl-C" if self._presses else "on_step" if self._is_asked else "")
 
-    def are_news(self) -> bool:
+    def is_unannounced(self) -> bool:
         """Whether somebody has asked to stop, and nobody has been told yet: true once."""
         before, self._is_told = self._is_told, self._is_asked
         return self._is_told and not before
 
-    def are_overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether the time that a notice leaves is over."""
         return bool(self.notice) and time.monotonic() > self._ends_at
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ask to stop, as one Ctrl-C does."""
         self._is_asked = True
 
@@ -77,7 +77,7 @@ class Interrupts:
         """Ask to stop, and to save within the deadline."""
         if not self.notice:
             self.notice, self._ends_at = why, time.monotonic() + self._save_deadline_s
-        self.ask()
+        self.request_stop()
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
@@ -88,7 +88,7 @@ class Interrupts:
         for number, handler in self._before.items():  # once told to end, nothing shall cut the end short
             signal.signal(number, signal.SIG_IGN if self.notice and number in NOTICES else handler)
 
-    def end_at_once(self, at_once: bool) -> None:
+    def set_immediate(self, at_once: bool) -> None:
         """Say whether there is nothing to save from now on, as at first.
 
         Raises:
@@ -103,7 +103,7 @@ class Interrupts:
         # Nothing is printed here: the handler may have interrupted somebody who is printing.
         self._presses += number == signal.SIGINT
         if number == signal.SIGINT:
-            self.ask()
+            self.request_stop()
         else:
             self.give_notice(signal.Signals(number).name)
         if self._at_once or (number == signal.SIGINT and self._presses > 1):

@@ -82,7 +82,7 @@ def train(
         stack.enter_context(ray_session())
         if config.run.preflight and len(ray.nodes()) > 1:
             check_cluster(config, model_folder=model_folder, console=console)
-        places = stack.enter_context(places_for(config, logs=path / "logs", say=say))
+        places = stack.enter_context(places_for(config, logs=path / "logs", report=say))
         _check_resources(config, console)
         # Until here nothing in the folder has changed.
         writer.settle()

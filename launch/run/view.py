@@ -47,7 +47,7 @@ class View:
         self._rows: list[Row] = []
         self._evaluations: Mapping[int, Row] = {}
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def print(self, text: str, *, style: str = "") -> None:
         """Print a line, above the live panel if there is one; brackets in the text are only brackets."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
@@ -72,7 +72,7 @@ class View:
         if self._live is None and (is_due or row["step"] == self._config.run.steps):
             self._plain_at = time.monotonic()
             facts = "  ".join(f"{label} {text}" for label, text in self._facts().items() if text not in ("", "-"))
-            self.say(f"step {row['step']}/{self._config.run.steps}  {facts}  {self._time_left()} left")
+            self.print(f"step {row['step']}/{self._config.run.steps}  {facts}  {self._time_left()} left")
 
     def end(self) -> None:
         """Stop the live panel; what it showed last stays."""

@@ -124,7 +124,7 @@ def test_a_kill_by_rays_memory_monitor_is_a_death_with_its_cause() -> None:
 
 def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
     said: list[str] = []
-    wait = functools.partial(no_places().wait_until_started, say=said.append)
+    wait = functools.partial(no_places().wait_until_started, report=said.append)
     starting = Calls({"queue": answering(None), "rollout/1": silent()})
     with pytest.raises(StallError, match=r"start_timeout_s=300 s; still missing: rollout/1; see /logs"):
         wait(starting)

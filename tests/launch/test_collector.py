@@ -37,9 +37,9 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     A verifier's end is that of the run, and is told then. Seen failing with a line here, too.
     """
     said, written = list[str](), list[Any]()
-    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[], was_lost=lambda name: name != "rollout/1"))
+    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[], has_restarted=lambda name: name != "rollout/1"))
     recorder: Any = SimpleNamespace(feed=written.extend)
-    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
     collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
 
     def collect(tokens: int | None, figures: dict[str, Any], *changes: Change) -> None:
@@ -61,10 +61,10 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     together = collector.verifiers()["verifiers"]["sum"]
     assert (together["calls"], together["waiting"], together["busy"]) == (15, SECOND["waiting"], SECOND["busy"])
     assert said == [
-        *(f"{name} was lost (it died); it is started again" for name in ("rollout/0", "verifier/0")),
+        *(f"{name} died (it died); restarting" for name in ("rollout/0", "verifier/0")),
         "rollout/0 is back",
         "rollout/1 has joined",
-        "rollout/2 was lost (it fails); the others go on",
+        "rollout/2 died (it fails); the other workers continue",
     ]
     assert [(event["kind"], event["worker"]) for event in written] == [
         ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"),
@@ -79,13 +79,13 @@ def test_the_first_error_of_each_reason_is_said_once() -> None:
     gauges = [{"verifier/0": {"failures": {"nan": 2}}}, {"rollout/0": told["rollout/0"]}, told]
     cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]), collect=lambda: ([], gauges.pop(0)))
     nobody: Any = SimpleNamespace(feed=lambda _: None)
-    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
     collector = Collector(cluster, recorder=nobody, view=view, logs="logs", own=[])
     for _ in range(3):
         collector.collect(force=True)
     assert said == [
-        "a verification failed (nan): such samples are left out, and counted; see logs/verifier-*.log",
-        "an episode failed (workflow:KeyError: 0): such samples are left out, and counted; see logs/rollout-*.log",
+        "a verification failed (nan): such samples are dropped and counted; see logs/verifier-*.log",
+        "an episode failed (workflow:KeyError: 0): such samples are dropped and counted; see logs/rollout-*.log",
     ]
 
 
@@ -96,7 +96,7 @@ def test_calls_served_unconstrained_are_counted_and_said_once() -> None:
     two = {"unconstrained": {"tool_choice": 1, "temperature": 5}, "context_tokens": 100, "cached_tokens": 20}
     gauges = [{}, {"rollout/0": one}, {"rollout/0": one, "rollout/1": two}]
     cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]), collect=lambda: ([], gauges.pop(0)))
-    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
     collector = Collector(cluster, recorder=SimpleNamespace(feed=lambda _: None), view=view, logs="", own=[])
     collector.collect(force=True)
     assert collector.engines() == {"prefix_cache_hit_fraction": None, "agent_calls_unconstrained": {}}
@@ -105,7 +105,7 @@ def test_calls_served_unconstrained_are_counted_and_said_once() -> None:
     counts = {"tool_choice": 3, "temperature": 5}
     assert collector.engines() == {"prefix_cache_hit_fraction": 0.3, "agent_calls_unconstrained": counts}
     assert len(said) == 1
-    assert said[0].startswith("calls of agents ask for tool_choice: they are served without")
+    assert said[0].startswith("agents' calls ask for tool_choice: they are served without")
 
 
 RESULT = {
@@ -140,7 +140,7 @@ RESULT = {
         ),
         (
             {"problems": 0, "failures": 9},
-            "held-out mean reward at step 20: none, as not one of 9 completions could be scored",
+            "held-out mean reward at step 20: none of 9 completions could be scored",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pyte
     monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
     said, engines = list[str](), dict[str, Any]()
     cluster: Any = SimpleNamespace(engines=SimpleNamespace(handles=engines), verifiers={})
-    view: Any = SimpleNamespace(say=said.append)
+    view: Any = SimpleNamespace(print=said.append)
     nobody: Any = None
     evaluations = Evaluations(cluster, [nobody], recorder=nobody, lane=nobody, view=view)
     evaluations.begin(3)
@@ -208,7 +208,7 @@ def test_an_evaluation_cut_short_keeps_what_is_done(monkeypatch: pytest.MonkeyPa
     recorder: Any = SimpleNamespace(
         evaluations={}, evaluation=lambda step, accuracy, **_: kept.append({step: accuracy})
     )
-    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
     prompts: Any = [SimpleNamespace(prompt_id=f"eval/{number}") for number in range(40)]
     evaluations = Evaluations(cluster, prompts, recorder=recorder, lane=EventBuffer("controller"), view=view)
     evaluations.begin(5)

@@ -30,9 +30,9 @@ from areal_lite.launch.run.controller import Interrupted
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
+from areal_lite.launch.run.placement import Placement
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.view import View
-from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Prompt
@@ -44,7 +44,7 @@ STATS = {metric.name: 1 for metric in METRICS if metric.reduction} | {"age_histo
 
 def no_places(config: Any) -> Any:
     """No process is started here."""
-    return SimpleNamespace(config=config, whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
+    return SimpleNamespace(config=config, placement=Placement([], []), head_is_lost=lambda: False)
 
 
 class FakeRanks(Ranks):
@@ -71,7 +71,7 @@ class FakeCluster:
         self.verifiers = dict[str, Any]()
         self.restarts = SimpleNamespace(changes=[])
         self.joining, self.log = list[str](), list[Any]()
-        self.is_halted = self.waits_to_join = False
+        self.is_halted = self.awaits_publication = False
         self.noted, self.replaced = list[str](), dict[str, int]()
         self.engines = SimpleNamespace(handles={})
         self.publish = None
@@ -82,7 +82,7 @@ class FakeCluster:
             complete_step=lambda batch_id: self.completed.append(batch_id),
         )
 
-    def note_taken(self, batch_id: str = "") -> None:
+    def mark_batch_taken(self, batch_id: str = "") -> None:
         self.noted.append(batch_id)
 
     def copy_queue(self) -> None:
@@ -91,16 +91,16 @@ class FakeCluster:
     def check_workers(self) -> None:
         pass
 
-    def look_after(self) -> None:
+    def watch_workers(self) -> None:
         pass
 
-    def take_in(self) -> list[str]:
-        self.waits_to_join = False
+    def admit_ready_engines(self) -> list[str]:
+        self.awaits_publication = False
         joining, self.joining = self.joining, []
         self.log += [f"take {name} in" for name in joining]
         return joining
 
-    def rejoin(self, names: list[str]) -> None:
+    def activate(self, names: list[str]) -> None:
         self.is_halted = False
         self.log += [f"{name} asks for work" for name in names]
 
@@ -219,7 +219,7 @@ def test_the_queue_is_copied_with_its_batch_and_its_end_is_told(
 ) -> None:
     """Seen failing with a batch that is not noted, a wait without a copy, and a report that is told again."""
     said: list[str] = []
-    monkeypatch.setattr(rl._view, "say", lambda text, **_: said.append(text))
+    monkeypatch.setattr(rl._view, "print", lambda text, **_: said.append(text))
     cluster: Any = rl._cluster
     assert rl._step()
     assert (cluster.noted, cluster.trained) == (["step-1"], "step-1")
@@ -227,7 +227,7 @@ def test_the_queue_is_copied_with_its_batch_and_its_end_is_told(
     rl._tick()
     rl._tick()
     assert cluster.noted == ["step-1", "copy", "copy"]
-    told = "queue is back: workers go on with 16 groups and drop 1, 50 are kept beside, 2 begin anew"
+    told = "queue is back: workers kept 16 groups and dropped 1; 50 finished ones are kept, 2 are generated again"
     assert [text for text in said if "queue" in text] == [told]
 
 
@@ -238,7 +238,7 @@ def test_what_trains_too_little_or_teaches_nothing_is_said_once(
     alone.
     """
     said: list[str] = []
-    monkeypatch.setattr(rl._view, "say", lambda text, **_: said.append(text))
+    monkeypatch.setattr(rl._view, "print", lambda text, **_: said.append(text))
     lost = {"tokens_by_quarter": {"257-1024": [[9] * 4, [1, 9, 9, 9]]}}
     stats = STATS | lost | {"varied_groups_fraction": 0.0}
     vars(rl)["_ask"] = lambda method, *_, waiting_for: [dict(stats) if method == "step" else []]
@@ -247,7 +247,7 @@ def test_what_trains_too_little_or_teaches_nothing_is_said_once(
         rl._tick()
     first, second = (text for text in said if "of quarter 1 of the" in text or "nothing to learn from" in text)
     rl._recorder.feed(rl._controller_lane.drain())
-    rl._sum_up("done", failed=True)
+    rl._summarize("done", failed=True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["warnings"] == [f"step 10: {first}", f"step 10: {second}"]
 
@@ -408,7 +408,7 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineC
 
     rl._cluster.queue.take = lambda **_: None
     rl._cluster.queue.status = status
-    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\).*areal-lite verify"):
+    with pytest.raises(StallError, match=r"got none of .*failed\(exception:NameError\).*areal-lite verify"):
         rl._step()
     errors = {"workflow:ValueError": "workflow:ValueError: no level 7"}
     rl._cluster.collect = lambda: ([], {"rollout/0": {"errors": errors}})  # type: ignore[method-assign]
@@ -419,7 +419,7 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineC
 def test_a_worker_that_is_ready_again_joins_at_the_next_publication(
     rl: OnlineController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is among the receivers, and asks for work only behind them. Seen failing with `rejoin` before the weights."""
+    """It receives weights, and asks for work only afterwards. Seen failing with `activate` before the weights."""
     cluster: Any = rl._cluster
     monkeypatch.setattr(online, "hand_over", lambda *_, version, stamp_ledger, **__: cluster.log.append(version))
     cluster.joining = ["rollout/0"]
@@ -441,16 +441,16 @@ def test_a_run_without_engines_waits_for_a_start_under_way_and_publishes_for_it(
     rl._version, rl._watchdog = 3, Watchdog(12.0, clock=lambda: next(clock))
     ticks = itertools.count()
 
-    def look_after() -> None:
+    def watch_workers() -> None:
         tick = next(ticks)
         assert tick < 20, "nobody publishes"
         if tick == 9:
-            cluster.joining, cluster.waits_to_join = ["rollout/0"], True
+            cluster.joining, cluster.awaits_publication = ["rollout/0"], True
 
     def take(**_: Any) -> Any:
         return {"rewards": {"reward_mean": 0.5}} if "rollout/0 asks for work" in cluster.log else None
 
-    cluster.is_halted, cluster.check_workers, cluster.queue.take = True, look_after, take
+    cluster.is_halted, cluster.check_workers, cluster.queue.take = True, watch_workers, take
     counts = {"failed": 0, "rejected": 0, "stale": 0, "trained": 4}
     cluster.queue.status = lambda: {"refused": 0, "counts": counts, "progress": 1, "missing": 4, "workers": {}}
     rl._step()
@@ -690,7 +690,7 @@ def saving_beside(
     log = falling(offline, monkeypatch, [])
     changed = {"checkpoint_beside": True, "keep_checkpoints": 9} | run
     offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
-    monkeypatch.setattr(offline._view, "say", lambda text, **_: log.append(text))
+    monkeypatch.setattr(offline._view, "print", lambda text, **_: log.append(text))
     monkeypatch.setattr(controller, "_SETTLE_S", 0.0)
     offline._ranks = ranks
     return log
@@ -726,7 +726,7 @@ def test_steps_are_trained_while_one_is_saved_and_only_the_end_waits(
     assert saved_steps(offline) == [2, 6]
     events = [event["step"] for event in offline._folder.read("events.jsonl") if event["kind"] == "checkpoint"]
     assert events == [2, 6]
-    left_out = "step 4 is not saved, an earlier one is still written: its manifest"
+    left_out = "step 4 is not saved: an earlier save is still being written: its manifest"
     waits = "waiting for the save of step 2 (run.save_timeout_s=600) ..."
     assert [log.count(words) for words in (left_out, waits)] == [1, 1]
 
@@ -754,7 +754,7 @@ def test_a_save_that_was_given_up_and_still_hangs_keeps_no_step_waiting(
     monkeypatch.setattr(ranks, "busy", lambda: next(answers, {}), raising=False)
     log = saving_beside(offline, monkeypatch, ranks)
     assert offline.run()["status"] == "done"
-    assert "step 4 is not saved, an earlier one is still written: trainer/1 in save since 9 s" in log
+    assert "step 4 is not saved: an earlier save is still being written: trainer/1 in save since 9 s" in log
     assert saved_steps(offline) == [6]
 
 
@@ -772,7 +772,7 @@ def test_an_end_does_not_wait_again_for_a_save_that_was_given_up_and_still_hangs
 
     with pytest.raises(Interrupted) as stopped:
         offline.run(on_step)
-    assert str(stopped.value.__cause__).endswith("an earlier one is still written: trainer/1 in save since 9 s")
+    assert str(stopped.value.__cause__).endswith("an earlier save is still being written: trainer/1 in save since 9 s")
     assert [method for method, *_ in ranks.asked] == ["snapshot", "save"]
     for number in signals.NOTICES:  # which the end of a process that was told to end ignores
         signal.signal(number, signal.SIG_DFL)
@@ -785,7 +785,7 @@ def test_the_manifest_of_a_checkpoint_has_a_deadline(
     saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=0), save_timeout_s=0.1)
     hung = threading.Event()
     monkeypatch.setattr(controller, "seal", lambda _: hung.wait(5.0))
-    with pytest.raises(StallError, match=r"within run\.save_timeout_s=0\.1 s; it still reads .*step-000000"):
+    with pytest.raises(StallError, match=r"manifest of .*step-000000.* within run\.save_timeout_s=0\.1 s"):
         offline._save()
     assert not hung.is_set()
     hung.set()
@@ -866,8 +866,8 @@ def test_a_node_that_is_out_of_reach_is_not_waited_for(
     offline: OfflineController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = falling(offline, monkeypatch, [(3, RankDied("rank"))])
-    whereabouts = SimpleNamespace(out_of_reach=lambda: ["node-2"], located=lambda error: error)
-    monkeypatch.setattr(offline, "_places", SimpleNamespace(whereabouts=whereabouts, head_is_lost=lambda: False))
+    placement = SimpleNamespace(out_of_reach=lambda: ["node-2"], with_nodes=lambda error: error)
+    monkeypatch.setattr(offline, "_places", SimpleNamespace(placement=placement, head_is_lost=lambda: False))
     with pytest.raises(RankDied):
         offline.run()
     assert log == ["start", 1, 2, 3]

@@ -46,9 +46,9 @@ def test_with_several_the_way_to_rays_head_decides(fake_ray: SimpleNamespace) ->
 
 def test_the_interface_is_said(fake_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    monkeypatch.setattr(places, "_reserve", lambda config, say: (None, [], []))
+    monkeypatch.setattr(places, "_reserve", lambda config, report: (None, [], []))
     monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
-    with places_for(config_of(), logs=Path("logs"), say=said.append):
+    with places_for(config_of(), logs=Path("logs"), report=said.append):
         assert said == ["nodes speak over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
 
 
@@ -99,7 +99,7 @@ def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_ro
     assert settled.has_place("rollout/2")
     assert settled.has_place("rollout/1"), "it has one now"
     assert [(bundle.lanes, bundle.node) for bundle in reserved] == [(("rollout/1",), 0), (("rollout/2",), 1)]
-    assert list(settled.whereabouts.lines()) == [
+    assert list(settled.placement.lines()) == [
         " (10.0.0.2): rollout/0, rollout/1", " (10.0.0.3): nothing", " (10.0.0.4): rollout/2"
     ]  # fmt: skip
     assert settled.has_place("rollout/3")

@@ -87,7 +87,7 @@ def test_who_was_to_serve_a_queue_that_is_gone_starts_once_more_and_that_is_not_
     restarts = starts.restarts
     restarts.lost(A, "died")
     starts.run(2)
-    restarts.begin_anew()
+    restarts.restart_pending()
     assert restarts.states == {A: State.RESTARTING}
     starts.run(6)
     assert (starts.times(), len(starts.killed)) == ([1.0, 2.5], 1)
@@ -207,7 +207,7 @@ class Fleet:
         self.is_reached = True
         where = SimpleNamespace(reaches=lambda _: self.is_reached)
         places = PlacesOfNobody(config)
-        places.whereabouts = where  # type: ignore[assignment]
+        places.placement = where  # type: ignore[assignment]
         self.forgotten: list[str] = []
         self.cluster = cluster = Cluster(places, queue_state=None, prompts={}, model_folder=Path())
         cluster.queue = SimpleNamespace(forget=lambda worker: self.forgotten.append(worker))  # type: ignore[assignment]
@@ -221,7 +221,7 @@ class Fleet:
     def lose(self, worker: str, error: Exception | None = None) -> None:
         self.cluster._workers[worker].dies_of = error or ray.exceptions.RayActorError()
 
-    def look_after(self, seconds: float = 0.0) -> None:
+    def watch_workers(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
         self.cluster.check_workers()
 
@@ -234,24 +234,24 @@ def test_a_verifier_worker_that_died_works_again_at_once_and_a_rollout_worker_af
     cluster = fleet.cluster
     fleet.lose(A)
     fleet.lose(V)
-    fleet.look_after()
+    fleet.watch_workers()
     assert sorted(fleet.forgotten) == [A, V]
     assert cluster.states() == {"healthy": 1, "restarting": 2}
     assert cluster.is_halted
-    fleet.look_after(1)
+    fleet.watch_workers(1)
     assert cluster.states() == {"healthy": 2, "joining": 1}
     assert cluster.verifiers[V].calls == ["start", "run"]
     assert not cluster.is_halted
-    assert not cluster.waits_to_join
-    joining = cluster.take_in()
+    assert not cluster.awaits_publication
+    joining = cluster.admit_ready_engines()
     assert joining == [A]
     assert cluster.engines.handles[A].calls == ["start"]
-    cluster.rejoin(joining)
+    cluster.activate(joining)
     assert cluster.engines.handles[A].calls == ["start", "run"]
     assert cluster.states() == {"healthy": 3}
     fleet.lose(V)
     with pytest.raises(VerifierError, match=r"verifier/0 ended: .*; log: logs/verifier-0.log"):
-        fleet.look_after()
+        fleet.watch_workers()
 
 
 def test_without_engines_a_start_under_way_is_waited_for_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,17 +259,17 @@ def test_without_engines_a_start_under_way_is_waited_for_and_nothing_else(monkey
     fleet = Fleet(monkeypatch, most=1)
     fleet.lose(A)
     fleet.lose(B, EngineError("the engine-core process died"))
-    fleet.look_after()
+    fleet.watch_workers()
     assert fleet.cluster.is_halted
-    fleet.look_after(1)
-    assert fleet.cluster.waits_to_join
-    assert fleet.cluster.take_in() == [A, B]
-    fleet.cluster.rejoin([A, B])
+    fleet.watch_workers(1)
+    assert fleet.cluster.awaits_publication
+    assert fleet.cluster.admit_ready_engines() == [A, B]
+    fleet.cluster.activate([A, B])
     fleet.lose(A)
-    fleet.look_after()
+    fleet.watch_workers()
     fleet.lose(B)
     with pytest.raises(HandoverError, match=r"no rollout worker is left; the last one, rollout/1"):
-        fleet.look_after()
+        fleet.watch_workers()
 
 
 def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.M
     fleet = Fleet(monkeypatch, most=3)
     fleet.lose(V, VerifierError("failed in 11 of its last 20 calls"))
     with pytest.raises(VerifierError, match=r"verifier/0 ended: VerifierError: failed in 11 of its last 20 calls"):
-        fleet.look_after()
+        fleet.watch_workers()
 
 
 def test_a_worker_that_died_with_the_queue_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_a_worker_that_died_with_the_queue_is_not_forgotten(monkeypatch: pytest.
     for worker in (A, V):
         fleet.lose(worker)
         with pytest.raises(QueueError):
-            fleet.look_after()
+            fleet.watch_workers()
     assert fleet.cluster.restarts.states == {A: State.RESTARTING, V: State.RESTARTING}
 
 
@@ -306,11 +306,11 @@ def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.Monk
     """Not by a deadline of a request. Seen failing with a queue that is asked once."""
     fleet = Fleet(monkeypatch, most=3)
     actor: Any = fleet.cluster._queue_actor
-    fleet.look_after()
-    fleet.look_after()
+    fleet.watch_workers()
+    fleet.watch_workers()
     actor.dies_of = ray.exceptions.RayActorError()
-    with pytest.raises(QueueError, match=r"the sample queue, on which everybody waits, died: .*; log: logs/queue.log"):
-        fleet.look_after()
+    with pytest.raises(QueueError, match=r"the sample queue died: .*; log: logs/queue.log"):
+        fleet.watch_workers()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
@@ -372,15 +372,15 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     """
     fleet = Fleet(monkeypatch, most=3)
     cluster, queue = fleet.cluster, FakeQueue()
-    cluster.queue, cluster._say, rank = queue, print, Actor()  # type: ignore[assignment]
+    cluster.queue, cluster._print, rank = queue, print, Actor()  # type: ignore[assignment]
     cluster.ranks.handles = {"trainer/0": rank}
 
     def die() -> None:
         vars(cluster._queue_actor)["dies_of"] = ray.exceptions.RayActorError()
-        fleet.look_after()
+        fleet.watch_workers()
 
     for batch_id in ("", "step-2"):
-        cluster.note_taken(batch_id)
+        cluster.mark_batch_taken(batch_id)
         with pytest.raises(QueueError):
             die()
         cluster._spawn_queue(b"")
@@ -402,7 +402,7 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     with pytest.raises(QueueError):
         die()
     cluster._spawn_queue(b"")
-    cluster.note_taken("step-3")
+    cluster.mark_batch_taken("step-3")
     cluster.copy_queue()
     rank.dies_of = ray.exceptions.RayActorError()
     with pytest.raises(RankDied):
@@ -418,32 +418,32 @@ def test_workers_are_added_and_dismissed(monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = fleet.cluster
     for _ in range(2):
         fleet.lose(A)
-        fleet.look_after()
-        fleet.look_after(1)
-        cluster.rejoin(cluster.take_in())
+        fleet.watch_workers()
+        fleet.watch_workers(1)
+        cluster.activate(cluster.admit_ready_engines())
     assert cluster.restarts.dead.keys() == {A}
     fleet.forgotten.clear()
     rollout, verifier = cluster_module.Role.ROLLOUT, cluster_module.Role.VERIFIER
     assert cluster.scale({rollout: 3, verifier: 2}) == ([A, "rollout/2", "verifier/1"], [])
     assert cluster.states() == {"healthy": 2, "joining": 3}
-    fleet.look_after()
-    joining = cluster.take_in()
+    fleet.watch_workers()
+    joining = cluster.admit_ready_engines()
     assert joining == [A, "rollout/2"]
-    cluster.rejoin(joining)
+    cluster.activate(joining)
     assert cluster.states() == {"healthy": 5}
     assert cluster.scale({rollout: 1, verifier: 1}) == ([], [B, "rollout/2", "verifier/1"])
-    fleet.look_after(10)
+    fleet.watch_workers(10)
     assert sorted(fleet.forgotten) == [B, "rollout/2", "verifier/1"]
     assert cluster.states() == {"healthy": 2}
     assert cluster.engines.handles.keys() == {A}
     fleet.lose(A)
-    fleet.look_after()
+    fleet.watch_workers()
     assert cluster.states() == {"healthy": 1, "restarting": 1}
     assert cluster.scale({rollout: 1}) == ([], [])
     cluster.scale({rollout: 2})
     assert cluster.scale({rollout: 1}) == ([], [B])
-    fleet.look_after(10)
-    assert cluster.take_in() == [A]
+    fleet.watch_workers(10)
+    assert cluster.admit_ready_engines() == [A]
 
 
 @pytest.mark.parametrize("hung", [B, V])
@@ -477,7 +477,7 @@ def test_a_worker_that_rays_memory_monitor_killed_comes_back(monkeypatch: pytest
     for worker in (A, V):
         fleet.lose(worker, ray.exceptions.OutOfMemoryError("killed"))
     fleet.cluster.collect()
-    fleet.look_after()
+    fleet.watch_workers()
     assert fleet.cluster.states() == {"healthy": 1, "restarting": 2}
 
 
@@ -496,7 +496,7 @@ def test_who_is_lost_while_another_loss_is_told_is_not_asked_again(monkeypatch: 
             cluster._lose(B, "it must go on at a new queue")
 
     cluster.queue = SimpleNamespace(forget=forget)  # type: ignore[assignment]
-    fleet.look_after()
+    fleet.watch_workers()
     assert cluster.states() == {"healthy": 1, "restarting": 2}
 
 
@@ -520,7 +520,7 @@ def test_a_step_goes_on_while_the_queue_gives_no_copy(
 
     cluster.queue = SimpleNamespace(save=save)  # type: ignore[assignment]
     for batch_id in ("step-1", "step-2", "step-3"):
-        cluster.note_taken(batch_id)
+        cluster.mark_batch_taken(batch_id)
         cluster.copy_queue()
         cluster.copy_queue()
         clock.now += 20 * takes_s / 1.5

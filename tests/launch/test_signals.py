@@ -46,14 +46,14 @@ def test_a_notice_asks_however_often_it_comes_and_leaves_some_time(
     now = 100.0
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
     with Interrupts(save_deadline_s=30) as interrupts:
-        interrupts.end_at_once(False)
+        interrupts.set_immediate(False)
         for seconds in (0, 20, 9):
             now += seconds
             os.kill(os.getpid(), number)
             assert interrupts
-            assert (interrupts.notice, interrupts.are_overdue()) == (number.name, False)
+            assert (interrupts.notice, interrupts.is_overdue()) == (number.name, False)
         now += 2
-        assert interrupts.are_overdue()
+        assert interrupts.is_overdue()
         press_ctrl_c()  # as a supervisor hands on what it was told as well
         with pytest.raises(KeyboardInterrupt):
             press_ctrl_c()
@@ -102,13 +102,13 @@ def test_one_that_was_lost_on_its_way_is_made_up_for() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
-            interrupts.end_at_once(False)
+            interrupts.set_immediate(False)
 
 
 def test_then_the_first_one_asks_and_the_second_one_ends() -> None:
     """Seen failing with a handler that never raises; one that always does ends the test session."""
     with Interrupts(save_deadline_s=30) as interrupts:
-        interrupts.end_at_once(False)
+        interrupts.set_immediate(False)
         assert not interrupts
         press_ctrl_c()
         assert interrupts

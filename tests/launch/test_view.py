@@ -111,7 +111,7 @@ def test_the_panel_goes_on_a_terminal_and_stays_at_the_end() -> None:
     screen = Screen()
     screen.view.begin(first_step=0)
     screen.step(step=1)
-    screen.view.say("rollout/1 was lost")
+    screen.view.print("rollout/1 was lost")
     screen.view.end()
     screen.view.end()
     shown = screen.file.getvalue()
@@ -185,7 +185,7 @@ def test_verifiers_and_sources_have_a_line() -> None:
 def test_brackets_are_shown_as_they_are(text: str) -> None:
     """Errors hold paths and lists. Seen failing with markup on: `[/usr/lib]` raised, `[bold]` disappeared."""
     screen = Screen(terminal=False)
-    screen.view.say(text, style="yellow")
+    screen.view.print(text, style="yellow")
     assert screen.file.getvalue() == f"{text}\n"
 
 

@@ -40,7 +40,7 @@ def found(config: Config) -> Any:
     lanes += [f"rollout/{index}" for index in range(config.rollout.workers)]
     lanes += ["queue", "verifier/0", "verifier/1"]
     try:
-        with places_for(config, logs=Path("logs"), say=lambda _: None) as places:
+        with places_for(config, logs=Path("logs"), report=lambda _: None) as places:
             handles = {lane: places.spawn(Process, lane) for lane in lanes}
             return {lane: ray.get(handle.where.remote(), timeout=120) for lane, handle in handles.items()}
     except ArealLiteError as error:
@@ -62,7 +62,7 @@ def main() -> None:
             "impossible": found(recipe(network, trainer=ranks, rollout={"workers": 3, "tensor_parallel": 8})),
         }
         others = recipe(network, trainer=ranks, rollout={"workers": 4, "tensor_parallel": 2})
-        with places_for(others, logs=Path("logs"), say=print):
+        with places_for(others, logs=Path("logs"), report=print):
             late = recipe(network, trainer=ranks, rollout=engines, start_timeout_s=2)
             results["busy"] = found(late)
     finally:

@@ -10,7 +10,7 @@ from areal_lite.network import listens
 _ANSWER_TIMEOUT_S = 3.0
 
 
-class Whereabouts:
+class Placement:
     """The lanes of each node; the driver's node comes first."""
 
     def __init__(self, nodes: Sequence[Node], bundles: Sequence[Bundle]) -> None:
@@ -43,7 +43,7 @@ class Whereabouts:
         """Whether the Ray of a lane's node answers: it starts nothing where it does not."""
         return not any(lane in self._lanes[node] for node in self.out_of_reach())
 
-    def located(self, error: BaseException) -> BaseException:
+    def with_nodes(self, error: BaseException) -> BaseException:
         """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
         if not isinstance(error, ArealLiteError) or not self._lanes:
             return error

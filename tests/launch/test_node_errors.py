@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from areal_lite.errors import StallError, TrainerError
+from areal_lite.launch.run.placement import Placement
 from areal_lite.launch.run.plan import Bundle, Node
-from areal_lite.launch.run.whereabouts import Whereabouts
 
 
 def node(name: str, port: int) -> Node:
@@ -15,7 +15,7 @@ def node(name: str, port: int) -> Node:
 
 
 @pytest.fixture
-def where() -> Iterator[Whereabouts]:
+def where() -> Iterator[Placement]:
     """Two nodes listen, the third does not."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -23,10 +23,10 @@ def where() -> Iterator[Whereabouts]:
         nodes = [node("one", port), node("two", port), node("three", closed.getsockname()[1])]
         lanes = [("queue",), ("trainer/0",), ("trainer/1",), ("trainer/10",), ("rollout/0",)]
         at = [0, 0, 1, 1, 2]
-        yield Whereabouts(nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip(at, lanes, strict=True)])
+        yield Placement(nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip(at, lanes, strict=True)])
 
 
-def test_what_is_where(where: Whereabouts) -> None:
+def test_what_is_where(where: Placement) -> None:
     assert list(where.lines()) == [
         "one (127.0.0.1): queue, trainer/0",
         "two (127.0.0.1): trainer/1, trainer/10",
@@ -34,9 +34,9 @@ def test_what_is_where(where: Whereabouts) -> None:
     ]
 
 
-def test_an_error_names_nodes(where: Whereabouts) -> None:
+def test_an_error_names_nodes(where: Placement) -> None:
     """Seen failing with a search that finds trainer/1 in trainer/10."""
-    error = where.located(StallError("late: trainer/10"))
+    error = where.with_nodes(StallError("late: trainer/10"))
     assert isinstance(error, StallError)
     assert str(error) == (
         "late: trainer/10; trainer/10: on two (127.0.0.1); three (127.0.0.1) is not reached from one (127.0.0.1): it, "
@@ -44,21 +44,21 @@ def test_an_error_names_nodes(where: Whereabouts) -> None:
     )
 
 
-def test_one_node_and_errors_of_others_stay_as_they_are(where: Whereabouts) -> None:
+def test_one_node_and_errors_of_others_stay_as_they_are(where: Placement) -> None:
     error, other = TrainerError("trainer/0 died"), KeyError("trainer/0")
-    assert alone(*where._lanes).located(error) is error
-    assert where.located(other) is other
+    assert alone(*where._lanes).with_nodes(error) is error
+    assert where.with_nodes(other) is other
 
 
-def test_a_dead_raylet_is_named_before_what_died_of_it(where: Whereabouts) -> None:
+def test_a_dead_raylet_is_named_before_what_died_of_it(where: Placement) -> None:
     """Seen failing with a trainer rank that is blamed, and waited for in vain."""
     *_, closed = where._lanes
-    error = alone(closed).located(TrainerError("trainer/0 died"))
+    error = alone(closed).with_nodes(TrainerError("trainer/0 died"))
     assert str(error) == "Ray on this machine (its raylet) is down, and all that it ran; noticed first: trainer/0 died"
     assert isinstance(error, TrainerError)
     assert alone(closed).out_of_reach() == [closed]
     assert [where.reaches(lane) for lane in ("queue", "trainer/10", "rollout/0")] == [True, True, False]
 
 
-def alone(first: Node, *_: Node) -> Whereabouts:
-    return Whereabouts([first], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])
+def alone(first: Node, *_: Node) -> Placement:
+    return Placement([first], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])
