@@ -1,4 +1,4 @@
-"""The live rollout actors as the hand-over sees them."""
+"""The live rollout actors as the hand-over calls them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ _SLICE_S = 0.5
 
 
 class RayEngines:
-    """Rollout actors by name; one that fails a call, or stands still in it, is given up.
+    """Rollout actors by name; one that fails or hangs in a call is killed.
 
     Implements `areal_lite.weights.handover.EngineGroup`.
     """
@@ -23,7 +23,7 @@ class RayEngines:
         self.handles = handles
         self._timeout_s, self._on_drop = timeout_s, on_drop
         self.expects_more: Callable[[], bool] = lambda: False
-        """Whether more are on their way, so that to have none is not the end."""
+        """Whether others are starting, so that having none is no reason to end the run."""
         self._last_lost = ""
         self._method, self._calls = "", Calls({})
 
@@ -32,7 +32,7 @@ class RayEngines:
         self._method, self._calls = method, call_all(self.handles, method, *args)
 
     def each(self, method: str, *args: Any) -> None:
-        """Call all actors at once and wait; those that fail, or are late while no engine makes progress, are dropped.
+        """Call all actors at once and wait; kill those that fail, or are late while no engine makes progress.
 
         Raises:
             HandoverError: None is left.
@@ -42,7 +42,7 @@ class RayEngines:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun last, as `each` does: draining may take long, so tokens count as progress."""
+        """Wait for the calls of `begin`, as `each` does: draining may take long, so tokens count as progress."""
         watchdog, calls = Watchdog(self._timeout_s), self._calls
         while calls.pending:
             for name, error in calls.failures(_SLICE_S).items():
@@ -52,7 +52,7 @@ class RayEngines:
         self.raise_if_none()
 
     def drop(self, name: str, reason: str) -> None:
-        """Kill an actor and report it lost."""
+        """Kill an actor and report its loss."""
         if (handle := self.forget(name)) is not None:
             ray.kill(handle)
             self._last_lost = f"{name}, was lost in {reason}"
@@ -60,14 +60,14 @@ class RayEngines:
 
     def forget(self, name: str) -> Any:
         """Return the handle of an actor that leaves, if it is there."""
-        self._calls.pending.pop(name, None)  # Its successor of this name must not be blamed for its answer.
+        self._calls.pending.pop(name, None)  # its successor has the same name, and must not get its answer
         return self.handles.pop(name, None)
 
     def raise_if_none(self) -> None:
-        """Raise when there is nobody left to generate.
+        """Raise if no engine is left.
 
         Raises:
-            HandoverError: No actor is left; says how the last one was lost.
+            HandoverError: None is left; names the cause of the last loss.
         """
         if not self.handles and not self.expects_more():
             raise HandoverError(f"no rollout worker is left; the last one, {self._last_lost}")
@@ -82,7 +82,7 @@ class RayEngines:
                 self.drop(name, f"{self._method}: {describe(error)}")
 
     def _tokens(self) -> tuple[int | None, ...]:
-        """Tokens that each engine has generated; None for one that does not say."""
+        """Tokens that each engine has generated; None for one that does not answer."""
         calls = call_all(self.handles, "progress")
         calls.failures(_SLICE_S)
         return tuple(calls.values.get(name) for name in self.handles)

@@ -1,4 +1,4 @@
-"""Which processes are on which node, in words: when a run on several nodes begins, and in the error that ends it."""
+"""Which processes run on which node: printed when a run on several nodes begins, and added to its errors."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ class Placement:
         }
 
     def settle(self, lane: str, node: Node) -> None:
-        """Note that a lane is on a node from now on."""
+        """Record that a lane is on a node from now on."""
         known = next((one for one in self._lanes if one.key == node.key), node)
         self._lanes = {one: [name for name in lanes if name != lane] for one, lanes in self._lanes.items()}
         self._lanes.setdefault(known, []).append(lane)
 
     def lines(self) -> Iterator[str]:
-        """Yield one for each node, where there are several."""
+        """Yield a line for each node if there are several."""
         for node, lanes in self._lanes.items():
             if len(self._lanes) > 1:
                 yield f"{_words(node)}: {', '.join(lanes) or 'nothing'}"
@@ -40,16 +40,18 @@ class Placement:
         ]
 
     def reaches(self, lane: str) -> bool:
-        """Whether the Ray of a lane's node answers: it starts nothing where it does not."""
+        """Whether Ray answers on a lane's node, and so can start processes there."""
         return not any(lane in self._lanes[node] for node in self.out_of_reach())
 
     def with_nodes(self, error: BaseException) -> BaseException:
-        """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
+        """Return an error with the nodes of the processes that it names, and the unreachable nodes."""
         if not isinstance(error, ArealLiteError) or not self._lanes:
             return error
         here, lost = next(iter(self._lanes)), self.out_of_reach()
         if here in lost:
-            return type(error)(f"Ray on this machine (its raylet) is down, and all that it ran; noticed first: {error}")
+            return type(error)(
+                f"Ray on this machine (its raylet) is down, with all processes that it ran; first error: {error}"
+            )
         if len(self._lanes) < 2:
             return error
         parts, text = [], str(error)
@@ -57,8 +59,8 @@ class Placement:
             named = [lane for lane in lanes if re.search(rf"\b{lane}(?!\d)", text)]
             if node in lost:
                 parts.append(
-                    f"{_words(node)} is not reached from {_words(here)}: it, its link or its Ray is down; "
-                    f"there: {', '.join(lanes)}"
+                    f"{_words(node)} is unreachable from {_words(here)}: it, its link or its Ray is down; "
+                    f"it ran {', '.join(lanes)}"
                 )
             elif named:
                 parts.append(f"{', '.join(named)}: on {_words(node)}")

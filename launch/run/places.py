@@ -1,4 +1,4 @@
-"""Where a run's processes and sockets are, given the nodes that Ray has: settled once, before anything starts."""
+"""Reserves a place in the Ray cluster for each process of a run, and starts processes there."""
 
 import contextlib
 import time
@@ -21,15 +21,15 @@ from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, t
 from areal_lite.network import interface_of, listens, local_address
 
 _RETRY_S = 1.0
-"""How often a run that waits for GPUs looks for free ones."""
+"""Between looks at the cluster while a run waits for GPUs."""
 _RESERVE_TIMEOUT_S = 10.0
 """For GPUs that were free a moment ago."""
 _LOOK_EVERY_S = 5.0
-"""How often, and for how long at most, Ray's head is asked for a sign of life."""
+"""Between probes of Ray's head, and the longest duration of one."""
 
 
 class Places:
-    """What a run has reserved; starts each process in its place."""
+    """What a run has reserved."""
 
     def __init__(
         self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node], logs: str
@@ -44,18 +44,18 @@ class Places:
         self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
 
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
-        """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
+        """Start the actor of a lane such as `rollout/0`; returns its handle without waiting."""
         strategy = PlacementGroupSchedulingStrategy(*self._place_of[lane])
         options = actor_options(self.config, lane.partition("/")[0])
         actor = ray.remote(kind).options(scheduling_strategy=strategy, **options)
         return actor.remote(self.config, log_folder=self.logs, **arguments)
 
     def wait_until_started(self, starting: Calls, report: Callable[[str], object]) -> dict[str, Any]:
-        """Wait for the answers of starting actors, and return them by lane name.
+        """Wait for starting actors, and return their answers by lane name.
 
         Raises:
             StallError: Actors are late; names them.
-            ArealLiteError: As the actor said, with its name and log.
+            ArealLiteError: Raised by the actor; with its name and log added.
         """
         timeout_s = self.config.run.start_timeout_s
         for name, error in starting.answers(timeout_s):
@@ -65,18 +65,18 @@ class Places:
             report(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
         if starting.pending:
             raise StallError(
-                f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: "
-                f"{', '.join(starting.pending)}; see {self.logs}"
+                f"actors did not start within run.start_timeout_s={timeout_s:g} s; still missing: "
+                f"{', '.join(starting.pending)}. Fix: see {self.logs}"
             )
         return starting.values
 
     def has_place(self, lane: str) -> bool:
-        """Whether a worker can start: where it was, or where there is room now if that node is gone or it is new."""
+        """Whether a worker can start: on its node, or, if that is gone or the worker is new, on one with room."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if self._node_of.get(lane) in alive:
-            return True  # Ray would wait for one that is gone.
+            return True  # on a node that is gone, Ray would wait for it
         if not isinstance(self.config, Config) or self.config.weights.transport == "ipc":
-            return False  # An engine is where its rank is.
+            return False  # an engine shares its rank's GPU
         nodes = _nodes()
         bundle = place_for(lane, self.config, nodes, lanes_at=Counter(self._node_of.values()))
         if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
@@ -86,14 +86,14 @@ class Places:
         return True
 
     def head_is_lost(self) -> bool:
-        """Whether Ray's head process gave no answer twice; without it Ray ends all processes after a minute."""
+        """Whether Ray's head process (GCS) did not answer twice; without it Ray ends all processes after a minute."""
         if (now := time.monotonic()) > self._looks_at:
             self._looks_at = now + _LOOK_EVERY_S
             self._unanswered = 0 if listens(self._head, timeout_s=_LOOK_EVERY_S) else self._unanswered + 1
         return self._unanswered > 1
 
     def give_back(self) -> None:
-        """Free everything; where Ray's head is lost there is nothing to free, and it would be waited for in vain."""
+        """Free all reservations, unless Ray's head is lost: Ray would wait for it."""
         if listens(self._head, timeout_s=_LOOK_EVERY_S):
             for group in {group.id: group for group, _ in self._place_of.values()}.values():
                 remove_placement_group(group)
@@ -140,9 +140,9 @@ def _not_started(name: str, error: Exception, *, log: str) -> Exception:
 
 @contextlib.contextmanager
 def places_for(config: Config | OfflineConfig, *, logs: Path, report: Callable[[str], object]) -> Iterator[Places]:
-    """Reserve all that a run needs, for as long as the block lasts; actors write into the folder of logs.
+    """Reserve what a run needs until the end of the block; actors write into the folder `logs`.
 
-    Waits for GPUs that others hold; unblocked by `run.start_timeout_s`.
+    Waits for GPUs that other runs hold, up to `run.start_timeout_s`.
 
     Raises:
         ConfigError: The cluster has too few GPUs, or too few on one node; or as `with_network`.
@@ -151,7 +151,7 @@ def places_for(config: Config | OfflineConfig, *, logs: Path, report: Callable[[
     settled = with_network(config)
     if settled.run.network is not None:
         address = local_address(settled.run.network)
-        report(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
+        report(f"nodes connect over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
     group, bundles, nodes = _reserve(settled, report=report)
     places = Places(settled, group, bundles, nodes, str(logs))
     for line in places.placement.lines():
@@ -165,7 +165,7 @@ def places_for(config: Config | OfflineConfig, *, logs: Path, report: Callable[[
 def _reserve(
     config: Config | OfflineConfig, *, report: Callable[[str], object]
 ) -> tuple[PlacementGroup, list[Bundle], list[Node]]:
-    deadline, told = time.monotonic() + config.run.start_timeout_s, False
+    deadline, is_reported = time.monotonic() + config.run.start_timeout_s, False
     while True:
         nodes = _nodes()
         bundles, most = plan(config, nodes, only_free=True), plan(config, nodes)
@@ -179,17 +179,17 @@ def _reserve(
             return group, bundles, nodes
         if time.monotonic() > deadline:
             raise StallError(
-                f"GPUs must be free within run.start_timeout_s={config.run.start_timeout_s:g} s; others hold them:\n"
-                f"{table(most, nodes)}\nwait for them, or raise run.start_timeout_s"
+                f"GPUs did not get free within run.start_timeout_s={config.run.start_timeout_s:g} s; other runs hold "
+                f"them:\n{table(most, nodes)}\nFix: wait for them, or raise run.start_timeout_s"
             )
-        if not told:
-            report(f"waiting for GPUs that others hold:\n{table(most, nodes)}")
-            told = True
+        if not is_reported:
+            report(f"waiting for GPUs that other runs hold:\n{table(most, nodes)}")
+            is_reported = True
         time.sleep(_RETRY_S)
 
 
 def _reserved(bundles: list[Bundle], nodes: list[Node]) -> PlacementGroup | None:
-    """Hold what bundles need; None where somebody else was quicker."""
+    """Reserve bundles; None if another run was quicker."""
     group = placement_group(
         [{f"node:{nodes[bundle.node].address}": 0.001, "GPU": bundle.gpus} for bundle in bundles],
         bundle_label_selector=[{"ray.io/node-id": nodes[bundle.node].key} for bundle in bundles],
@@ -201,7 +201,7 @@ def _reserved(bundles: list[Bundle], nodes: list[Node]) -> PlacementGroup | None
 
 
 def _nodes() -> list[Node]:
-    """All nodes that are alive, the driver's first."""
+    """Return the live nodes, the driver's first."""
     free = ray._private.state.available_resources_per_node()  # Ray has no public way to ask by node
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -220,10 +220,10 @@ def _nodes() -> list[Node]:
 
 
 def with_network(config: Config | OfflineConfig) -> Config | OfflineConfig:
-    """Settle `run.network`: none with one node, as loopback serves; with several the recipe's, or Ray's head.
+    """Set `run.network`: none on one node, which uses loopback; on several the recipe's, or the route to Ray's head.
 
     Raises:
-        ConfigError: The other nodes would not reach what this one opens.
+        ConfigError: Other nodes could not reach the sockets of this one.
     """
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return config.model_copy(update={"run": config.run.model_copy(update={"network": None})})

@@ -1,4 +1,4 @@
-"""The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
+"""The trainer ranks as one: each call goes to all of them, and errors name the rank that died or is late."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,16 +13,16 @@ from areal_lite.errors import RankDied, StallError, TrainerError
 from areal_lite.launch.run.places import Places
 
 POLL_S = 0.25
-"""Longest time without a look at Ctrl-C and whatever else goes on beside a wait."""
+"""Longest time between two polls of a wait."""
 _ANSWER_TIMEOUT_S = 5.0
-"""How long a healthy rank may take to say how far it is."""
+"""How long a healthy rank may take to report its progress."""
 
 
 class Ranks:
-    """Trainer actors by lane name; each has `progress` and `ping`, which it answers beside its work."""
+    """Trainer actors by lane name; each answers `progress` and `ping` beside its work."""
 
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
-    """Called again and again while `ask` waits: Ctrl-C wants an answer in a hand-over or a save that hangs, too."""
+    """Called at each poll of `ask`, so that Ctrl-C is answered during a hand-over or a save that hangs, too."""
 
     def __init__(self, kind: type, places: Places) -> None:
         """Start the processes."""
@@ -34,7 +34,7 @@ class Ranks:
         self._readings: dict[str, int] = {}
 
     def start(self, **arguments: Any) -> Calls:
-        """Have all ranks meet and load what they need; returns the calls, which are under way.
+        """Form the process group and load models; returns the pending calls.
 
         Raises:
             StallError: The first rank's process does not come up.
@@ -44,12 +44,12 @@ class Ranks:
         return call_all(self.handles, "work", "start", address=opened["trainer/0"], **arguments)
 
     def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint: one long read without a sign of life. Returns the version."""
+        """Load a checkpoint, a long read without progress; returns the version."""
         version, *_ = self.ask("load", checkpoint / "trainer", timeout_s=self._places.config.run.start_timeout_s)
         return int(version)
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Have all ranks do something together and return their answers.
+        """Call a method of all ranks and return their answers.
 
         Raises:
             StallError: A rank is late.
@@ -61,7 +61,7 @@ class Ranks:
         return answers
 
     def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
-        """Ask as `ask` does, but wait `wait_s` at a time: yields no answers while somebody is late, at last all."""
+        """Call a method as `ask` does; every `wait_s` seconds yield [], and at last the answers."""
         calls, deadline = call_all(self.handles, "work", method, *args), time.monotonic() + timeout_s
         while late := self.wait(calls, min(wait_s, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
@@ -70,7 +70,7 @@ class Ranks:
         yield [calls.values[name] for name in self.handles]
 
     def wait(self, calls: Calls, timeout_s: float) -> list[str]:
-        """Wait for an answer of every rank; returns the names of those that owe it still.
+        """Wait for an answer of every rank; returns the names of those that still owe one.
 
         Raises:
             TrainerError: A rank died or failed; the others then fail too, or wait for it in vain.
@@ -81,19 +81,19 @@ class Ranks:
         return list(calls.pending)
 
     def busy(self) -> dict[str, str]:
-        """Return what ranks are in the middle of, in their own words, by name; nothing of those that are free."""
+        """Return what each busy rank is doing, by name; free ranks are left out."""
         calls = call_all(self.handles, "ping")
         calls.failures(_ANSWER_TIMEOUT_S)
-        said = {name: calls.values.get(name, "does not answer") for name in self.handles}
-        return {name: words for name, words in said.items() if words}
+        doing = {name: calls.values.get(name, "does not answer") for name in self.handles}
+        return {name: text for name, text in doing.items() if text}
 
     def describe(self, late: Iterable[str]) -> str:
-        """Say of each rank that is late what it does."""
+        """Describe what each late rank is doing."""
         busy = self.busy()
         return "; ".join(f"{name} {busy.get(name, 'is free')}" for name in late)
 
     def progress(self) -> tuple[int, ...]:
-        """One growing number per rank, as far as they answer.
+        """Return the last known progress of each rank, a growing number.
 
         Raises:
             TrainerError: A rank is dead.
@@ -105,11 +105,11 @@ class Ranks:
         return tuple(self._readings.values())
 
     def stop(self) -> None:
-        """Have every rank leave the others."""
+        """Have every rank leave the process group."""
         stop_all(self.handles)
 
     def kill(self) -> None:
-        """End every rank at once."""
+        """Kill every rank."""
         kill(*self.handles.values())
 
     def blame(self, name: str, error: Exception) -> Exception:

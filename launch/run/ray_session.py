@@ -84,6 +84,8 @@ def _join(address: str) -> None:
             )
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except SystemExit as stop:  # what Ray's handler of SIGTERM raises; another thread may take a signal blocked here
+        raise KeyboardInterrupt from stop
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
         raise ConfigError(
             f"Ray was not joined: expected {address} to accept this machine, got: {error}. Fix: where it asks for a "

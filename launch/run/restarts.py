@@ -1,6 +1,9 @@
-"""Workers that come back: who is started again when, how often, and until when it must be ready.
+"""Restarts of workers: when, how often, and how long a start may take.
 
-Nobody waits for a start: `poll` is called beside the other waits, and who is ready is taken when there is use for it.
+Nothing waits for a start: `poll` is called beside the run's other waits, and `take` returns workers that are ready.
+
+    lost ─► restarting ─(1, 2, 4 ... s)─► starting ─► joining ─► take, back ─► healthy
+       └─► dead, after `most` restarts          └─► lost again, if it fails or takes too long
 """
 
 import time
@@ -12,23 +15,23 @@ from typing import Any, NamedTuple
 from areal_lite.actors.calls import Calls, describe, kill
 
 _CLEARED_AFTER_S = 3600.0
-"""A worker that has worked so long since its last start has died of something else."""
+"""After so much work since its last start, a worker's restarts are counted from 0 again."""
 
 
 class State(StrEnum):
-    """What is known of a worker."""
+    """State of a worker."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It has not answered when it was asked last."""
+    """It owes a report."""
     RESTARTING = "restarting"
     JOINING = "joining"
-    """It is started, and waits for the next publication."""
+    """It has started, and waits for the next publication."""
     DEAD = "dead"
 
 
 class Change(NamedTuple):
-    """A worker's new state, and why it was lost, where it was."""
+    """A worker's new state, and why it was lost if it was."""
 
     worker: str
     state: State
@@ -36,7 +39,7 @@ class Change(NamedTuple):
 
 
 class Restarts:
-    """The workers that are lost or on their way back, by lane name; of the others nothing is kept but a count."""
+    """The workers that are lost or restarting, by lane name, and the number of restarts of the others."""
 
     def __init__(
         self,
@@ -46,12 +49,12 @@ class Restarts:
         start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take note of the limits.
+        """Set the limits.
 
         Args:
-            spawn: Starts a worker's process and returns its handle, at once; None where it has no place any more.
-            most: Times that one worker is started again: after 1 s, then after 2, 4, 8 ...; an hour of work clears it.
-            start_timeout_s: Seconds that a start may take.
+            spawn: Starts a worker's process and returns its handle without waiting; None if no node has a place.
+            most: Restarts of one worker: after 1 s, then after 2, 4, 8 ...; an hour of work resets the count.
+            start_timeout_s: Longest duration of a start.
         """
         self._spawn, self._most, self._start_timeout_s, self._clock = spawn, most, start_timeout_s, clock
         self._num_starts = Counter[str]()
@@ -60,15 +63,15 @@ class Restarts:
         self._deadlines: dict[str, float] = {}
         self._starting = Calls({})
         self.handles: dict[str, Any] = {}
-        """Of those that start, or are ready."""
+        """Handles of workers that are starting or ready."""
         self.states: dict[str, State] = {}
         self.changes: list[Change] = []
-        """For whoever tells of them, who empties it."""
+        """Changes that were not reported yet; the collector empties it."""
         self.dead: dict[str, str] = {}
-        """Those that stay lost, with the reason."""
+        """Workers that are not restarted any more, with the reason."""
 
     def lost(self, name: str, reason: str) -> None:
-        """Have a worker started again after a while, if it was not too often."""
+        """Schedule a restart, or give the worker up after too many."""
         kill(self.handles.pop(name, None))
         if self._clock() - self._back_at.pop(name, self._clock()) > _CLEARED_AFTER_S:
             del self._num_starts[name]
@@ -79,7 +82,7 @@ class Restarts:
         self._change(name, State.RESTARTING, reason)
 
     def restart_pending(self) -> None:
-        """Start those that are on their way once more, for what is not their fault, and is not counted."""
+        """Restart workers that are starting or ready, as the queue that they know is gone; this is not counted."""
         kill(*self.handles.values())
         self._due |= dict.fromkeys(self.handles, self._clock())
         self.states |= dict.fromkeys(self.handles, State.RESTARTING)
@@ -87,34 +90,34 @@ class Restarts:
         self._starting.pending.clear()
 
     def add(self, name: str) -> None:
-        """Start a worker that is new, or was dead or dismissed, at once."""
+        """Start a new, dead or dismissed worker at the next `poll`."""
         self.dead.pop(name, None)
         del self._num_starts[name]
         self._due[name] = self._clock()
         self.states[name] = State.JOINING
 
     def dismiss(self, name: str) -> None:
-        """Forget a worker for good."""
+        """Kill and forget a worker."""
         kill(self.handles.pop(name, None))
         for known in (self._due, self._starting.pending, self.dead, self.states, self._back_at):
             known.pop(name, None)
 
     def has_restarted(self, name: str) -> bool:
-        """Whether a worker is there for the second time."""
+        """Whether a worker was restarted."""
         return self._num_starts[name] > 0
 
     def give_up(self, name: str, reason: str) -> None:
-        """Leave a worker dead."""
+        """Mark a worker as dead for good."""
         self.dead[name] = reason
         self._change(name, State.DEAD, reason)
 
     def poll(self) -> None:
-        """Start who is due; see who is ready, has failed, or is late."""
+        """Start workers that are due; check which have started, failed, or take too long."""
         now = self._clock()
         for name in [name for name, due in self._due.items() if due <= now]:
             del self._due[name]
             if (handle := self._spawn(name)) is None:
-                self.give_up(name, "no node has a place for it")
+                self.give_up(name, "no node has room for it")
                 continue
             self.handles[name], self._deadlines[name] = handle, now + self._start_timeout_s
             self._starting.pending[name] = handle.start.remote()
@@ -125,22 +128,22 @@ class Restarts:
                 self.lost(name, f"it did not start: {describe(error)}")
         for name in [name for name in self._starting.pending if self._deadlines[name] < now]:
             del self._starting.pending[name]
-            self.lost(name, f"it must start within run.start_timeout_s={self._start_timeout_s:g} s, it did not")
+            self.lost(name, f"it did not start within run.start_timeout_s={self._start_timeout_s:g} s")
 
     def awaits(self, kind: str) -> bool:
-        """Whether a worker of a kind is on its way back."""
+        """Whether a worker of a kind is restarting."""
         return any(name.startswith(kind) for name in (*self._due, *self.handles))
 
     def ready(self, kind: str) -> list[str]:
-        """The workers of a kind that could join."""
+        """Return the workers of a kind that have started."""
         return [name for name in self.handles if name.startswith(kind) and name not in self._starting.pending]
 
     def take(self, kind: str) -> dict[str, Any]:
-        """Return the handles of those workers, for good."""
+        """Remove and return the handles of workers that have started."""
         return {name: self.handles.pop(name) for name in self.ready(kind)}
 
     def back(self, name: str) -> None:
-        """Note that a worker that was taken works again."""
+        """Record that a worker works again."""
         self._back_at[name] = self._clock()
         self._change(name, State.HEALTHY)
         del self.states[name]

@@ -1,4 +1,4 @@
-"""`areal-lite scale`: a request that waits in the run folder until the run takes it up."""
+"""`areal-lite scale`: a request in the run folder, which the run picks up."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ def parse_counts(words: Sequence[str]) -> dict[Role, int]:
 
 
 def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> None:
-    """Leave a request for the run that works in a folder, and wait until it is taken up.
+    """Write a request into the folder of an active run, and wait until the run picks it up.
 
     Raises:
         ConfigError: The folder is not that of a run with such workers.
-        StallError: Nobody took it up; it is withdrawn.
+        StallError: The run did not pick it up; the request is withdrawn.
     """
     config = RunFolder(folder).recipe()
     if not isinstance(config, Config) or (config.weights.transport == "ipc" and Role.ROLLOUT in counts):
@@ -53,8 +53,8 @@ def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> No
         while path.exists():
             if time.monotonic() > until:
                 raise StallError(
-                    f"a run that goes on in {folder} must take this up within {timeout_s:g} s, nobody did: wait until "
-                    f"it has started, or go on with it: areal-lite resume {folder} "
+                    f"the request was not picked up: expected an active run in {folder}, got no answer in "
+                    f"{timeout_s:g} s. Fix: wait until it has started, or resume it: areal-lite resume {folder} "
                     + " ".join(f"{role}.workers={count}" for role, count in counts.items())
                 )
             time.sleep(_POLL_S)
@@ -63,7 +63,7 @@ def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> No
 
 
 def take(folder: Path) -> dict[Role, int]:
-    """Return what is asked for, once; nothing where nobody asks."""
+    """Remove and return the request; empty if there is none."""
     path = folder / "scale.json"
     try:
         content = path.read_bytes()

@@ -126,7 +126,7 @@ def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
     said: list[str] = []
     wait = functools.partial(no_places().wait_until_started, report=said.append)
     starting = Calls({"queue": answering(None), "rollout/1": silent()})
-    with pytest.raises(StallError, match=r"start_timeout_s=300 s; still missing: rollout/1; see /logs"):
+    with pytest.raises(StallError, match=r"start_timeout_s=300 s; still missing: rollout/1. Fix: see /logs"):
         wait(starting)
     assert said == ["queue is ready, waiting for rollout/1"]
     with pytest.raises(EngineError, match=r"rollout/1 did not start: no memory \(log: /logs/rollout-1.log\)"):
@@ -193,7 +193,7 @@ def test_ctrl_c_is_heard_while_ranks_are_late() -> None:
 def test_a_first_rank_that_does_not_come_up_is_named() -> None:
     """On a busy cluster. Seen failing with Ray's own bare `GetTimeoutError`."""
     ranks = make_ranks(rank_0=SimpleNamespace(open_store=SimpleNamespace(remote=silent)))
-    with pytest.raises(StallError, match=r"run\.start_timeout_s=300 s; still missing: trainer/0; see /logs"):
+    with pytest.raises(StallError, match=r"run\.start_timeout_s=300 s; still missing: trainer/0. Fix: see /logs"):
         ranks.start()
 
 

@@ -412,7 +412,7 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineC
         rl._step()
     errors = {"workflow:ValueError": "workflow:ValueError: no level 7"}
     rl._cluster.collect = lambda: ([], {"rollout/0": {"errors": errors}})  # type: ignore[method-assign]
-    with pytest.raises(StallError, match=r"failed with workflow:ValueError: no level 7; .*rollout-\*.log.*eval"):
+    with pytest.raises(StallError, match=r"episodes: workflow:ValueError: no level 7 .*rollout-\*.log.*eval"):
         rl._step()
 
 

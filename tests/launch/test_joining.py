@@ -40,7 +40,7 @@ def head() -> Iterator[str]:
         server.shutdown()
 
 
-def failing(error: Exception) -> Any:
+def failing(error: BaseException) -> Any:
     def fail(**_: Any) -> None:
         raise error
 
@@ -75,6 +75,14 @@ def test_a_token_that_is_refused_is_a_sentence(error: Exception, head: str, monk
     monkeypatch.setenv("RAY_ADDRESS", head)
     message = rf"expected {head} to accept this machine, got: (no token|failed).*where it asks for a token, copy"
     with pytest.raises(ConfigError, match=message), ray_session():
+        pass
+
+
+def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's handler exits with the signal's number. Seen failing with exit code 15."""
+    monkeypatch.setattr(ray, "init", failing(SystemExit(15)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(KeyboardInterrupt), ray_session():
         pass
 
 

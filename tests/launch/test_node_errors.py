@@ -39,8 +39,8 @@ def test_an_error_names_nodes(where: Placement) -> None:
     error = where.with_nodes(StallError("late: trainer/10"))
     assert isinstance(error, StallError)
     assert str(error) == (
-        "late: trainer/10; trainer/10: on two (127.0.0.1); three (127.0.0.1) is not reached from one (127.0.0.1): it, "
-        "its link or its Ray is down; there: rollout/0"
+        "late: trainer/10; trainer/10: on two (127.0.0.1); three (127.0.0.1) is unreachable from one (127.0.0.1): it, "
+        "its link or its Ray is down; it ran rollout/0"
     )
 
 
@@ -54,7 +54,10 @@ def test_a_dead_raylet_is_named_before_what_died_of_it(where: Placement) -> None
     """Seen failing with a trainer rank that is blamed, and waited for in vain."""
     *_, closed = where._lanes
     error = alone(closed).with_nodes(TrainerError("trainer/0 died"))
-    assert str(error) == "Ray on this machine (its raylet) is down, and all that it ran; noticed first: trainer/0 died"
+    assert (
+        str(error)
+        == "Ray on this machine (its raylet) is down, with all processes that it ran; first error: trainer/0 died"
+    )
     assert isinstance(error, TrainerError)
     assert alone(closed).out_of_reach() == [closed]
     assert [where.reaches(lane) for lane in ("queue", "trainer/10", "rollout/0")] == [True, True, False]

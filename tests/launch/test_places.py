@@ -49,7 +49,7 @@ def test_the_interface_is_said(fake_ray: SimpleNamespace, monkeypatch: pytest.Mo
     monkeypatch.setattr(places, "_reserve", lambda config, report: (None, [], []))
     monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
     with places_for(config_of(), logs=Path("logs"), report=said.append):
-        assert said == ["nodes speak over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
+        assert said == ["nodes connect over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
 
 
 def test_the_recipes_network_comes_first(fake_ray: SimpleNamespace) -> None:

@@ -128,7 +128,7 @@ def test_who_is_not_ready_is_not_taken_and_a_kind_is_awaited_to_its_end(monkeypa
     ("fails", "takes_s", "reason"),
     [
         (True, 5.0, "it did not start: EngineError: no memory"),
-        (False, 1e9, "it must start within run.start_timeout_s=60 s, it did not"),
+        (False, 1e9, "it did not start within run.start_timeout_s=60 s"),
     ],
 )
 def test_a_start_that_fails_or_never_ends_is_ended_and_counts(
@@ -144,7 +144,7 @@ def test_a_start_that_fails_or_never_ends_is_ended_and_counts(
     assert starts.restarts.handles == {}
 
 
-@pytest.mark.parametrize(("most", "has_node", "reason"), [(0, True, "died"), (3, False, "no node has a place for it")])
+@pytest.mark.parametrize(("most", "has_node", "reason"), [(0, True, "died"), (3, False, "no node has room for it")])
 def test_a_worker_without_a_restart_or_a_node_stays_dead(
     monkeypatch: pytest.MonkeyPatch, most: int, has_node: bool, reason: str
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_run_takes_a_request_up_once(tmp_path: Path) -> None:
 
 def test_where_no_run_goes_on_the_request_is_withdrawn(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    with pytest.raises(StallError, match=r"nobody did: .* areal-lite resume .*run rollout.workers=3"):
+    with pytest.raises(StallError, match=r"Fix: wait .* areal-lite resume .*run rollout.workers=3"):
         request(folder, parse_counts(["rollout=3"]), timeout_s=0.0)
     assert take(folder) == {}
 
