@@ -107,7 +107,7 @@ def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNod
 def test_the_link_is_named(job_on_nodes: OnNodes) -> None:
     cause = attempts(job_on_nodes)[0].cause
     assert "trainer/1" in cause
-    assert "node-2 (10.77.0.2) is not reached from node-1 (10.77.0.1)" in cause
+    assert "node-2 (10.77.0.2) is unreachable from node-1 (10.77.0.1)" in cause
 
 
 def test_the_last_attempt_conserves_the_groups(job_on_nodes: OnNodes) -> None:
