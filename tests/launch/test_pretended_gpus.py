@@ -46,4 +46,5 @@ def test_an_impossible_request_ends_at_once_with_the_table(results: Any) -> None
 
 def test_gpus_that_another_run_holds_are_waited_for_and_then_tabled(results: Any) -> None:
     message = results["busy"]
-    assert message.startswith("StallError: GPUs did not get free within run.start_timeout_s=2 s; other runs hold them:\nnode ")
+    begin = "StallError: GPUs did not get free within run.start_timeout_s=2 s; other runs hold them:\nnode "
+    assert message.startswith(begin)
