@@ -1,4 +1,4 @@
-"""The process that looks at one node before a run, and what it does that needs a process of its own."""
+"""The process that checks one node before a run, and measures collectives with those of other nodes."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ _REPEATS = 3
 
 
 class ProbeActor:
-    """One per node; what it is asked to do is bounded by time-outs of its own."""
+    """One per node; each call has time-outs of its own."""
 
     def __init__(self) -> None:
         # Here, as the first answer may take the time of a start; the controller imports this module without torch.
@@ -18,11 +18,11 @@ class ProbeActor:
         self._distributed = distributed
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function here."""
+        """Call a function in this process."""
         return function(*args, **kwargs)
 
     def open_store(self, address: str, ports: range) -> str:
-        """Open the store at which all nodes meet; returns its address."""
+        """Open the store of the process group; returns its address."""
         self._store = self._distributed.open_store(address, ports)
         return f"{self._store.host}:{self._store.port}"
 

@@ -22,7 +22,7 @@ def log_path(folder: str, name: str) -> str:
 
 
 def log_to_file(folder: str, name: str, *, environment: Iterable[str] = ()) -> None:
-    """Send stdout, stderr, logging and crash traces of this process and its children to a lane's log.
+    """Redirect stdout, stderr, logging and crash traces of this process and its children to a lane's log.
 
     Args:
         environment: Names of the variables in `run.env`, for the log; their values may be secrets.
@@ -61,7 +61,7 @@ def resident_mb(processes: Iterable[psutil.Process]) -> int:
 
 
 def position(thread: int) -> str:
-    """Say which call a thread of this process is in, and the line of ours that made it."""
+    """Describe the call that a thread is in, and the line of this package that made it."""
     frame = sys._current_frames().get(thread)
     innermost = frame.f_code.co_name if frame else ""
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith("areal_lite."):

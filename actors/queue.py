@@ -26,7 +26,7 @@ class QueueActor(MeasuredProcess):
         prompts: Mapping[str, list[Prompt]],
         keep_batch: bool = False,
     ) -> None:
-        """Make the ledger and serve; the batch that was taken is given back unless kept."""
+        """Restore or create the ledger and serve; a batch in training is returned to it unless kept."""
         log_to_file(log_folder, "queue", environment=config.run.env)
         self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
@@ -48,7 +48,7 @@ class QueueActor(MeasuredProcess):
         self._server.start()
 
     def access(self) -> dict[Role, QueueAccess]:
-        """What the clients of each role connect with: from anywhere, where the recipe binds to every interface."""
+        """Return endpoint and keys of each role, with an address that other nodes reach."""
         accesses = {role: self._server.access(role) for role in Role}
         return {
             role: replace(access, endpoint=access.endpoint.replace("//0.0.0.0:", f"//{self._address}:"))
@@ -56,7 +56,7 @@ class QueueActor(MeasuredProcess):
         }
 
     def ping(self) -> None:
-        """Show that this process lives."""
+        """Answer, as proof that this process is alive."""
 
     def stop(self) -> None:
         """Stop serving."""

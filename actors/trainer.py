@@ -1,4 +1,4 @@
-"""The process of one trainer rank, of a reinforcement-learning or an offline run.
+"""The process of one trainer rank.
 
 The controller's process imports this module too, and has no use for torch, transformers and vLLM: seconds of its start.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrainerActor(MeasuredProcess):
-    """Delegates to a trainer, in which all ranks do everything together, one thing at a time.
+    """Delegates to a trainer; all ranks run the same method at the same time, one after another.
 
     `progress` and `ping` may be called beside, and `save` with what was copied.
     """
@@ -43,7 +43,7 @@ class TrainerActor(MeasuredProcess):
             torch.set_num_threads(config.trainer.threads)
 
     def open_store(self) -> str:
-        """Open the store at which the ranks meet (rank 0 is asked); returns its address."""
+        """Open the store of the process group (on rank 0); returns its address."""
         self._store = self._distributed.open_store(
             local_address(self._config.run.network), port_range(self._config.run.ports)
         )
@@ -54,14 +54,14 @@ class TrainerActor(MeasuredProcess):
         return 0 if self._trainer is None else int(self._trainer.progress)
 
     def ping(self) -> str:
-        """Say what this rank is busy with, since when, and where it is; nothing when it is free."""
+        """Describe what this rank is doing, for how long, and at which line; empty when it is free."""
         now, working = time.monotonic(), self._working.copy()
         return " and ".join(
             f"in {words} since {now - since:.0f} s ({position(thread)})" for thread, (words, since) in working.items()
         )
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do something of this class, or of the trainer; `ping` tells of it while it lasts."""
+        """Call a method of this class or of the trainer; `ping` reports it meanwhile."""
         words = " ".join([method, *(str(arg) for arg in args if isinstance(arg, str | Path))])
         self._working[threading.get_ident()] = words, time.monotonic()
         try:
@@ -70,7 +70,7 @@ class TrainerActor(MeasuredProcess):
             del self._working[threading.get_ident()]
 
     def _join(self, address: str) -> None:
-        """Meet the other ranks."""
+        """Join the process group."""
         device, trainer = self._config.run.device, self._config.trainer
         options: dict[str, Any] = {"timeout_s": trainer.collective_timeout_s, "mesh": trainer.mesh}
         self._distributed.join_process_group(
@@ -83,13 +83,13 @@ class TrainerActor(MeasuredProcess):
         return int(self._trainer.version)
 
     def snapshot(self, copied: bool) -> None:
-        """Take what the next `save` writes; one that is still under way is waited for."""
+        """Copy or reference the state for the next `save`, after a save in progress."""
         with self._writing:
             self._snapshots.clear()  # before there is another: each is a copy of everything
             self._snapshots.append(self._trainer.snapshot(copied=copied))
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, and let go of the snapshot."""
+        """Write the snapshot to a checkpoint and release it."""
         with self._writing:
             self._snapshots.pop()(folder)
 
@@ -105,7 +105,7 @@ class OnlineTrainerActor(TrainerActor):
     _trainer: "Trainer"
 
     def start(self, *, address: str, model_folder: str, access: QueueAccess) -> None:
-        """Join the other ranks and build the model."""
+        """Join the process group and build the model."""
         import torch
 
         from areal_lite.train.trainer import Trainer
@@ -128,11 +128,11 @@ class OnlineTrainerActor(TrainerActor):
         self.publish, self.squares = self._publisher.publish, self._publisher.squares
 
     def reconnect(self, access: QueueAccess) -> None:
-        """Go on at the sample queue that took a dead one's place."""
+        """Connect to the queue that replaced a dead one."""
         self._queue.move_to(access)
 
     def connect(self, engines: dict[str, Any], kept: list[str]) -> dict[str, str | None]:
-        """Make exactly these rollout actors the receivers of publications; those `kept` are those of before."""
+        """Make exactly these rollout actors the receivers of publications; `kept` ones are connected already."""
         weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
 
         def client(handles: dict[str, Any]) -> EngineClient:
@@ -155,10 +155,10 @@ class OnlineTrainerActor(TrainerActor):
 
 
 class OfflineTrainerActor(TrainerActor):
-    """Trains on rows of its own, by the methods of its trainer."""
+    """Trains on rows of a file, by the methods of its trainer."""
 
     def start(self, *, address: str, model_folder: str) -> None:
-        """Join the other ranks, load models and data."""
+        """Join the process group; load models and data."""
         from areal_lite.train.offline import OfflineTrainer
 
         self._join(address)

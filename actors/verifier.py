@@ -37,12 +37,12 @@ class VerifierActor(MeasuredProcess):
         self._make_worker()
 
     async def reconnect(self, access: QueueAccess) -> tuple[int, int]:
-        """Go on at the sample queue that took a dead one's place, as the worker's `reconnect` does."""
+        """Connect to the queue that replaced a dead one; see the worker's `reconnect`."""
         self._access = access
         return await self._worker.reconnect(access)
 
     async def move_to(self, access: QueueAccess) -> None:
-        """Leave a sample queue that is gone, and all work for it, for another; `run` serves that one."""
+        """Drop all work for a dead queue and connect to another; then call `run`."""
         await self._worker.stop()
         self._client.close()
         self._access = access
@@ -59,7 +59,7 @@ class VerifierActor(MeasuredProcess):
         )
 
     async def run(self) -> None:
-        """Serve until `stop`; raises what ended the worker."""
+        """Serve until `stop`; raises the error that ended the worker."""
         await self._worker.run()
 
     async def stop(self) -> None:
@@ -69,9 +69,9 @@ class VerifierActor(MeasuredProcess):
         self._client.close()
 
     async def score(self, prompts: list[Prompt], samples: list[Sample | None]) -> list[Reply]:
-        """Judge held-out completions, one per prompt, with the evaluation's own verifier if there is one."""
+        """Score held-out completions, one per prompt, with the evaluation's own verifier if there is one."""
         return await asyncio.gather(*map(self._verifiers.judge, prompts, samples))
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
-        """Events since the last call, and figures of this moment."""
+        """Return the events since the last call, and the current gauges."""
         return self._events.drain(), self._verifiers.gauges()

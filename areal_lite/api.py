@@ -100,7 +100,7 @@ def run(
     """Run a recipe to its end, on this machine or on the Ray cluster that RAY_ADDRESS names; blocks until then.
 
     Works inside a running event loop (a notebook). Ctrl-C, and a callback that returns False, finish the step, save and
-    return; `run.summary["status"]` is then "interrupted", and `{"run.resume": run.path}` goes on from there.
+    return; `run.summary["status"]` is then "interrupted", and `{"run.resume": run.path}` resumes it.
 
     Args:
         recipe: What `load_recipe` returned, or what it takes.
@@ -109,7 +109,7 @@ def run(
         quiet: Print nothing.
 
     Raises:
-        ArealLiteError: What ended the run; what could be saved is saved, and the message says what to do.
+        ArealLiteError: What ended the run, with a fix; a completed step is saved.
     """
     from pydantic import BaseModel
     from rich.console import Console
@@ -119,7 +119,9 @@ def run(
 
     if isinstance(recipe, BaseModel):
         if overrides:
-            raise ConfigError("overrides must be given to load_recipe, got them beside a loaded recipe: load it anew")
+            raise ConfigError(
+                "overrides must be given to load_recipe, got them beside a loaded recipe: load it with them"
+            )
         config = recipe
     else:
         config = load_recipe(recipe, overrides)
@@ -134,7 +136,7 @@ def run(
 
 
 def open_run(folder: str | Path) -> "Run":
-    """Open the folder of a run: finished, stopped or still going on.
+    """Open the folder of a run: finished, stopped or active.
 
     Raises:
         ConfigError: It holds no run.
@@ -170,7 +172,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Final figures; empty while the run goes on."""
+        """Final figures; empty while the run is active."""
         from areal_lite.record.run_files import read_summary
 
         return read_summary(self.path)

@@ -7,21 +7,21 @@
     ├── LedgerError(RuntimeError)      a request the ledger's state does not allow
     ├── QueueError(RuntimeError)       the sample queue's process died
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
-    ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
-    │   └── FruitlessError(StallError)     groups end, and not one can be trained
+    ├── StallError(TimeoutError)       no progress for too long; names the stuck process
+    │   └── FruitlessError(StallError)     groups end, but none can be trained
     ├── PluginError(ValueError)        a function that a recipe names cannot be found or imported
     ├── VerifierError(RuntimeError)    a verifier cannot be loaded or used
-    │   └── VerifierUnavailable(VerifierError)  its service does not answer: it is asked again
+    │   └── VerifierUnavailable(VerifierError)  its service does not answer: retried
     ├── TrainerError(RuntimeError)      a trainer rank failed; names the rank
     │   └── RankDied(TrainerError)         its process ended
     ├── HandoverError(RuntimeError)    a weight hand-over failed; names the engines
     ├── EngineError(RuntimeError)      a generation engine died or refused
-    ├── EpisodeError(RuntimeError)     one sample could not be generated: counted by its reason, the run goes on
+    ├── EpisodeError(RuntimeError)     one sample could not be generated: counted by reason
     └── CheckpointError(ValueError)    a checkpoint is missing, broken, or from another model or recipe
 
-A message has three parts: what was expected, what came, what to do. Each class also inherits the
-standard kind, so `except ValueError` works, and takes one string, so that it survives pickling
-between Ray processes.
+A message has the form `what failed: expected X, got Y. Fix: Z`. Each class also inherits the standard
+kind, so that `except ValueError` works, and takes one string, so that it survives pickling between
+Ray processes.
 """
 
 __all__ = [
@@ -75,11 +75,11 @@ class QueueTimeout(ArealLiteError, TimeoutError):
 
 
 class StallError(ArealLiteError, TimeoutError):
-    """Nothing made progress within the deadline; the message names who was late."""
+    """No progress within the deadline; the message names the stuck process."""
 
 
 class FruitlessError(StallError):
-    """Groups end, and not one can be trained; to begin again would not help."""
+    """Groups end, but none can be trained; a restart would not help."""
 
 
 class PluginError(ArealLiteError, ValueError):
@@ -91,10 +91,10 @@ class VerifierError(ArealLiteError, RuntimeError):
 
 
 class VerifierUnavailable(VerifierError):
-    """Raised by a verify function whose service does not answer at present: the call is tried again."""
+    """Raised by a verify function whose service does not answer at present; the call is retried."""
 
     def __init__(self, message: str = "", *, retry_after_s: float = 0.0) -> None:
-        """Say why, and for how many seconds the service does not want to be asked, if it said so."""
+        """Set the message, and the seconds until a retry if the service named them."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -113,7 +113,7 @@ class HandoverError(ArealLiteError, RuntimeError):
     def __init__(self, message: str = "", *, engines: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.engines = dict(engines or {})
-        """Those to give up, each with why, where they are known."""
+        """Engines to give up, with the reasons; empty if unknown."""
 
 
 class EngineError(ArealLiteError, RuntimeError):
@@ -121,7 +121,7 @@ class EngineError(ArealLiteError, RuntimeError):
 
 
 class EpisodeError(ArealLiteError, RuntimeError):
-    """One sample could not be generated. Reads `workflow:<type>: <message>`, or `generation:...` by the engine."""
+    """One sample could not be generated. The message reads `workflow:<type>: <text>` or `generation:...`."""
 
     @property
     def reason(self) -> str:

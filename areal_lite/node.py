@@ -1,6 +1,6 @@
 """What a machine has: hardware, package versions, files.
 
-`areal-lite doctor` judges this one; `actors/probe.py` asks each node, and `launch/run/preflight.py` compares them.
+`areal-lite doctor` checks this machine; `actors/probe.py` reports each node, `launch/run/preflight.py` compares them.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class NodeReport:
 
 
 def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Iterable[str] = ()) -> NodeReport:
-    """Look at this machine; nothing is changed.
+    """Report what this machine has.
 
     Args:
         paths: Files and folders whose content is to be compared.
@@ -132,7 +132,7 @@ def check_memory(caches_mb: int = 0) -> None:
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _ADDRESS_SPACE:
         raise ConfigError(
             f"Ray and engines need {_ADDRESS_SPACE >> 30} GiB of address space at least, got {limit >> 20} MiB (ulimit "
-            "-v): type `ulimit -v unlimited` before, or ask whoever set it"
+            "-v): type `ulimit -v unlimited` before, or ask the administrator"
         )
     if caches_mb << 20 > (there := memory_bytes()):
         raise ConfigError(
@@ -142,11 +142,11 @@ def check_memory(caches_mb: int = 0) -> None:
 
 
 def out_of_memory() -> str:
-    """Say whether the kernel has ended a process of this machine for want of memory since this one began."""
+    """Return a note if the kernel has killed a process here for lack of memory since this process began."""
     if _oom_kills() == _OOM_KILLS:
         return ""
     to_do = "give it more, or lower rollout.kv_cache_mb, trainer.micro_batch_tokens or what a verifier keeps"
-    return f" (the kernel has ended a process here for want of memory, see dmesg: {to_do})"
+    return f" (the kernel has killed a process here for lack of memory, see dmesg: {to_do})"
 
 
 def _oom_kills() -> str:

@@ -40,7 +40,7 @@ def test_a_recipe_of_any_command_is_loaded_and_changed(command: str) -> None:
 def test_mistakes_are_config_errors() -> None:
     with pytest.raises(areal_lite.ConfigError, match="max_stalenes"):
         areal_lite.load_recipe("arith_cpu", {"queue.max_stalenes": 2})
-    with pytest.raises(areal_lite.ConfigError, match="load it anew"):
+    with pytest.raises(areal_lite.ConfigError, match="load it with them"):
         areal_lite.run(areal_lite.load_recipe("arith_cpu"), {"run.steps": 2})
 
 

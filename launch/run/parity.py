@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 Sequences = Sequence[tuple[list[int], list[int]]]
 """Token ids of prompts and completions."""
 _COMPARED_AT_FIRST = 3
-"""Publications after which all parameters are compared, before they are compared as seldom as log-probabilities."""
+"""Number of first publications after which parameters are compared; later, as often as log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """|engine - trainer| over all tokens of a check, in nats; the largest float where one is not finite (JSON)."""
+    """|engine - trainer| over all tokens of a check, in nats; the largest float if one is not finite (for JSON)."""
 
     mean: float
     p99: float
@@ -60,25 +60,25 @@ class ParityCheck:
         ask: Callable[..., list[Any]],
         report: Callable[[Difference], None],
     ) -> None:
-        """Compare nothing yet.
+        """Prepare checks.
 
         Args:
-            model_folder: What the run started from.
-            ask: Has all trainer ranks do something.
-            report: Takes the difference of the engine that is furthest off.
+            model_folder: The initial model.
+            ask: Calls a method of all trainer ranks.
+            report: Takes the largest difference of an engine.
         """
         self._config, self._ask, self._report = config, ask, report
         self._limit = config.parity_limit(is_mixture=_is_mixture(model_folder))
         self._published = PublishedValues()
 
     def after_publication(self, number: int, *, version: int, handles: Mapping[str, Any], sequences: Sequences) -> None:
-        """Compare what is due: parameters, and log-probabilities where there are sequences.
+        """Compare what is due: parameters, and log-probabilities if there are sequences.
 
         Args:
-            number: Of the publication, 0 for that of the run's start.
-            version: What was published.
+            number: Number of the publication; 0 at the start of the run.
+            version: Published version.
             handles: The engines.
-            sequences: None where log-probabilities are not due.
+            sequences: Empty if log-probabilities are not due.
 
         Raises:
             HandoverError: An engine is not the trainer's model, and `weights.parity_limit` is not 0.
@@ -119,7 +119,7 @@ class ParityCheck:
         return self._published.missed(sent, self._answers(calls))
 
     def _answers(self, calls: Calls) -> dict[str, Any]:
-        """Return what the engines answer; those that fail or are late are left to the health check."""
+        """Return the engines' answers; the health check handles those that fail or are late."""
         failed = calls.failures(self._config.run.stall_timeout_s)
         for name, reason in (failed | dict.fromkeys(calls.pending, "it is late")).items():
             logger.warning("%s did not answer for the parity check: %s", name, reason)
@@ -150,13 +150,13 @@ def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int
 
 
 def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[int], list[int]]]:
-    """Return what can be scored before there are samples: prompts, as if all but the first token were drawn."""
+    """Return sequences to score before there are samples: prompts, with all but the first token as completion."""
     long_enough = (list(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > 1)
     return [(token_ids[:1], token_ids[1:]) for token_ids in islice(long_enough, limit)]
 
 
 def _is_mixture(folder: Path) -> bool:
-    """Tell whether a model has experts: transformers has several names for their number."""
+    """Whether a model has experts; transformers has several names for their number."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     settings = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
     return any(settings.get(name) for name in names)

@@ -1,7 +1,9 @@
-"""Which node each process of a run goes to. Pure: `places.py` asks Ray for its nodes and reserves what is planned.
+"""Which node each process of a run goes to. Pure: `places.py` gets the nodes from Ray and reserves the plan there.
 
-Trainer ranks lie together, an engine is never split over nodes, verifiers are spread, and the queue is with the
-driver. On a CPU cores are counted, but shared where there are too few: a laptop has fewer than a run has processes.
+Trainer ranks share a node if they fit, an engine is never split over nodes, verifiers are spread, and the queue is on
+the driver's node. Ray's own strategies do not give this: PACK places large bundles first, and so may split the ranks,
+and it reserves cores, of which a laptop has fewer than a run has processes. The profile of a job is checked by the same
+plan, before there is a cluster.
 """
 
 from collections import Counter
@@ -12,7 +14,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 
 NOWHERE = -1
-"""In the place of a node's number."""
+"""Stands for the number of a node if no node has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,20 +23,20 @@ class Node:
 
     address: str
     name: str = ""
-    """of the host"""
+    """Host name."""
     port: int = 0
-    """at which its Ray answers"""
+    """Port of its raylet."""
     key: str = ""
-    """Ray's name for it"""
+    """Ray's id of the node."""
     cores: int
     gpus: int
     free_gpus: int
-    """not reserved by others at present"""
+    """GPUs that no run has reserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Processes that share what they reserve on one node, by lane name: one, or over IPC an engine and its rank."""
+    """Processes that share a reservation, by lane name: one process, or an engine and its rank over IPC."""
 
     node: int
     gpus: int
@@ -42,10 +44,10 @@ class Bundle:
 
 
 def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bool = False) -> list[Bundle]:
-    """Give every process a node; those that find no room are in bundles at `NOWHERE`.
+    """Assign a node to every process; bundles without room are at `NOWHERE`.
 
     Args:
-        only_free: Pass over GPUs that others have reserved at present.
+        only_free: Skip GPUs that other runs have reserved.
     """
     on_gpu = config.run.device == "cuda"
     ranks: list[tuple[str, ...]] = [(f"trainer/{index}",) for index in range(config.trainer.ranks)]
@@ -61,7 +63,7 @@ def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bo
         others = [Bundle(node=0, gpus=0, lanes=("queue",))]
         others += [Bundle(node=working[i % len(working)], gpus=0, lanes=(name,)) for i, name in enumerate(verifiers)]
     rank_size = 1 if on_gpu else config.trainer.threads
-    # Packing the ranks first may leave no node with room for an engine; the other way round finds room if there is any.
+    # Packing the ranks first may leave no node with room for an engine; the other order finds room if there is any.
     for engines_first in (False, True):
         space = [(node.free_gpus if only_free else node.gpus) if on_gpu else node.cores for node in nodes]
         steps = [(ranks, rank_size, True), (engines, engine_size, False)]
@@ -77,10 +79,10 @@ def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bo
 
 
 def place_for(lane: str, config: Config, nodes: Sequence[Node], *, lanes_at: Mapping[str, int]) -> Bundle:
-    """Give one more worker a node, or `NOWHERE`, while a run goes on.
+    """Assign a node, or `NOWHERE`, to one more worker of an active run.
 
     Args:
-        lanes_at: Processes of the run by the key of their node; without GPUs the most cores that are left win.
+        lanes_at: Number of the run's processes by node id; without GPUs, the node with most cores left wins.
     """
     gpus = config.rollout.tensor_parallel if config.run.device == "cuda" and lane.startswith("rollout") else 0
     space = [node.free_gpus if gpus else node.cores - lanes_at.get(node.key, 0) for node in nodes]
@@ -90,7 +92,7 @@ def place_for(lane: str, config: Config, nodes: Sequence[Node], *, lanes_at: Map
 
 
 def _nodes_for(count: int, size: int, space: list[int], *, together: bool, crowded: bool) -> list[int]:
-    """Take room of `size` off `space` `count` times; the first node wins among equal ones."""
+    """Take `size` from `space` `count` times, and return the nodes; the first of equal nodes wins."""
     found: list[int] = []
     for _ in range(count):
         roomiest = max(range(len(space)), key=lambda node: space[node])
@@ -105,7 +107,7 @@ def _nodes_for(count: int, size: int, space: list[int], *, together: bool, crowd
 
 
 def table(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """Say per node what the plan needs there and what is there, in GPUs."""
+    """Draw a table of GPUs by node: needed, there and free."""
     names = {number: node.address for number, node in enumerate(nodes)} | {NOWHERE: "no node"}
     rows = [("node", "needed", "there", "free", "for")]
     for number, name in names.items():

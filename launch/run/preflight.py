@@ -1,4 +1,4 @@
-"""Looks at every node of a cluster before anything is loaded: `areal-lite doctor --cluster`, and at the start of a run.
+"""Checks every node of a cluster before anything is loaded: for `areal-lite doctor --cluster`, and for each run.
 
 A probe on each node reports what it has; all probes together measure an all-reduce and a broadcast. `find_problems`
 judges, and knows nothing of Ray.
@@ -28,13 +28,13 @@ from areal_lite.network import local_address, port_range
 from areal_lite.node import NodeReport, look_at_node
 
 _TIMEOUT_S = 60.0
-"""For a connection, a round trip, a collective."""
+"""Time-out of a connection, a round trip, a collective."""
 _MIN_DISK_GIB = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterReport:
-    """What the probes said; nodes by host name."""
+    """What the probes reported; nodes by host name."""
 
     nodes: dict[str, NodeReport] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class ClusterReport:
     broadcast: float | None = None
     """MB/s from the first node."""
     failures: list[str] = field(default_factory=list)
-    """What could not be asked or measured; names the node."""
+    """Probes that failed, with their nodes."""
 
 
 def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, console: Console) -> None:
-    """Look at every node of the Ray cluster this process has joined, print a table, and judge.
+    """Check every node of the Ray cluster that this process has joined, and print a table.
 
     Args:
         config: Of any command, with absolute paths.
@@ -55,7 +55,7 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
         console: To print to.
 
     Raises:
-        ConfigError: The cluster is not fit for the run; with every problem.
+        ConfigError: The cluster is not ready for the run; lists every problem.
     """
     config = with_network(config)
     model: list[str] = [] if model_folder is None else [str(model_folder)]
@@ -71,7 +71,7 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
 
 
 def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], shared: Path) -> ClusterReport:
-    """Probe every living node; no answer is waited for longer than three times the time-out of one.
+    """Probe every live node; each answer may take three times the time-out of a connection.
 
     Args:
         config: Its `run.network` settled (`with_network`).
@@ -127,7 +127,7 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
 
 
 def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any]:
-    """Return the answers; who failed or is late is noted."""
+    """Return the answers, and add probes that failed or are late to the report."""
     for name, error in calls.answers(timeout_s):
         if error is not None:
             report.failures.append(f"{name}: {describe(error)}")
@@ -151,12 +151,12 @@ def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], ports
 
 
 def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: Mapping[str, str]) -> Iterable[str]:
-    """Yield what stands in the way of a run, each with what to do.
+    """Yield each problem of the cluster with its fix.
 
     Args:
         report: Of all nodes.
         min_bandwidth: MB/s that each collective must reach; 0 = any.
-        environment: Variables and the values that must have arrived.
+        environment: Variables with the values that every node must have.
     """
     yield from report.failures
     for kind, to_do in (("versions", "install the same on every node"), ("contents", "give every node the same files")):

@@ -54,8 +54,8 @@ def train(
     Args:
         recipe_name: Names the run folder where the recipe does not.
         on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
-        take_over: Take the run folder from whoever holds it.
-        named: Settings that a resume changes on purpose.
+        take_over: Take the run folder from the process that holds it.
+        named: Settings that a resume may change, because the user named them.
 
     Raises:
         ArealLiteError: With what to do about it.
@@ -126,7 +126,7 @@ def _offline(config: OfflineConfig, loaded: Loaded, say: Callable[..., object]) 
 
 
 def _report_of(folder: RunFolder, *, console: Console) -> str | None:
-    """Write the run's report and return its path; a report that fails takes nothing from the run."""
+    """Write the run's report and return its path; None if that fails, which is no failure of the run."""
     from areal_lite.record.report import write_report
 
     try:

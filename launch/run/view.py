@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
+"""What a person sees of an active run: a live panel on a terminal, plain lines elsewhere."""
 
 import contextlib
 import time
@@ -26,9 +26,9 @@ _REFRESH_PER_S = 2.0
 
 
 class View:
-    """Shows start-up, steps and the end of a run of either kind; everything it knows it is told.
+    """Shows start-up, steps and the end of a run.
 
-    The rows of the panel are those that metrics are declared to be shown in, and a few that take more than a format.
+    Most rows of the panel are declared with the metrics; a few take more than a format.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class View:
         self._evaluations: Mapping[int, Row] = {}
 
     def print(self, text: str, *, style: str = "") -> None:
-        """Print a line, above the live panel if there is one; brackets in the text are only brackets."""
+        """Print a line, above the live panel if there is one; brackets in it are no markup."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def begin(self, *, first_step: int) -> None:
@@ -75,13 +75,13 @@ class View:
             self.print(f"step {row['step']}/{self._config.run.steps}  {facts}  {self._time_left()} left")
 
     def end(self) -> None:
-        """Stop the live panel; what it showed last stays."""
+        """Stop the live panel, and leave its last state on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _facts(self) -> dict[str, str]:
-        """What stands in each row of the panel: first the figure that is trained for, then what is held out."""
+        """Return the text of each row of the panel: first the goal of training, then held-out figures."""
         row = self._rows[-1] if self._rows else {}
         declared: dict[str, list[str]] = {}
         for metric in self._metrics:
@@ -94,7 +94,7 @@ class View:
         return facts
 
     def _render(self) -> RenderableType:
-        """Draw the panel; its height never changes, so that it does not jump."""
+        """Draw the panel, always at the same height, so that it does not jump."""
         columns = Column(style="dim", no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
         table = Table.grid(*columns, padding=(0, 2), expand=True)
         (label, text), *others = self._facts().items()
@@ -140,7 +140,7 @@ class View:
 
 
 class _Stream:
-    """Output that may have nobody left to read it, such as a terminal that was closed."""
+    """Output whose reader may be gone, such as a closed terminal."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -170,7 +170,7 @@ def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
 
 
 def _scoring(row: Row) -> str:
-    """Each verifier's latency, what waits for it, and what failed."""
+    """Describe each verifier: latency, waiting calls and failures."""
     verifiers = [
         f"{name} {1000 * figures['latency_p50_s']:.0f} ms (95 %: {1000 * figures['latency_p95_s']:.0f} ms)"
         + (f", {figures['waiting']} waiting" if figures["waiting"] else "")
@@ -182,7 +182,7 @@ def _scoring(row: Row) -> str:
 
 
 def _flow(ledger: Mapping[str, int]) -> str:
-    """Where the groups are: trained, in flight, and ended otherwise, by reason."""
+    """Count the groups: trained, in flight, and ended otherwise, by reason."""
     ready = ledger.get("ready", 0)
     counts = {
         "trained": ledger.get("trained", 0),

@@ -164,9 +164,9 @@ def test_an_actor_that_dies_for_want_of_memory_is_told_so(monkeypatch: pytest.Mo
     """A rank at work, and whoever starts. Seen failing without the kernel's word in either."""
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
     dead = failing(ray.exceptions.RayActorError())
-    with pytest.raises(RankDied, match=r"died: its process ended \(the kernel has ended .* for want of memory"):
+    with pytest.raises(RankDied, match=r"died: its process ended \(the kernel has killed .* for lack of memory"):
         make_ranks(rank_0=actor(dead)).ask("work", timeout_s=5.0)
-    with pytest.raises(EngineError, match=r"start: its process ended \(the kernel has ended .* for want of memory"):
+    with pytest.raises(EngineError, match=r"start: its process ended \(the kernel has killed .* for lack of memory"):
         no_places().wait_until_started(Calls({"rollout/1": dead}), print)
 
 

@@ -148,5 +148,5 @@ def test_whose_end_was_want_of_memory_is_told_so(monkeypatch: pytest.MonkeyPatch
     died = ray.exceptions.RayActorError(None, "its process ended")
     assert describe(died) == "RayActorError: its process ended"
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
-    assert "its process ended (the kernel has ended a process here for want of memory" in describe(died)
+    assert "its process ended (the kernel has killed a process here for lack of memory" in describe(died)
     assert describe(StallError("late")) == "StallError: late"

@@ -141,5 +141,5 @@ def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.Monkey
         assert isinstance(raised.value.__cause__, EngineDeadError)
     monkeypatch.setattr(vllm_engine, "_set_environment", vars)
     monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
-    with pytest.raises(EngineError, match=r"must start on nowhere, got TypeError: .*for want of memory"):
+    with pytest.raises(EngineError, match=r"must start on nowhere, got TypeError: .*for lack of memory"):
         asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))

@@ -86,7 +86,9 @@ def test_a_process_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch
     """Seen failing without the kernel's word."""
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
     monkeypatch.setattr(eval_module, "_evaluate", die)
-    with pytest.raises(EngineError, match=r"of the engine ended by itself .the kernel has ended .* for want of memory"):
+    with pytest.raises(
+        EngineError, match=r"of the engine ended by itself .the kernel has killed .* for lack of memory"
+    ):
         eval_module._in_a_process_of_its_own(parse_config({}), [], "unused")
 
 
