@@ -277,7 +277,7 @@ def test_a_hung_verifier_is_replaced_and_a_hung_raylet_delays_no_end(loop_folder
         hung = run.actor("verifier/0")
         os.kill(hung, signal.SIGSTOP)
         run.wait_until(lambda: "verifier/0 is back" in run.output, "another verifier")
-        assert not alive(hung)
+        run.wait_until(lambda: not alive(hung), "end of the hung process")
         assert "its process hangs: no report for" in lost(run)["verifier/0"]["reason"]
         run.wait_for_steps(len(steps(run)) + 2)
         (raylet,) = [pid for pid in run.processes() if psutil.Process(pid).name() == "raylet"]
