@@ -1,7 +1,7 @@
-"""What benchmarks share: the order of measurements, many runs, resuming after a stop, `results.json`.
+"""Shared by benchmarks: the order of measurements, runs of many recipes, `results.json`.
 
-A benchmark that runs recipes gives `run_to_the_end` its planned runs, each with a folder of its own: what is done stays
-done, a run that was cut off goes on from its checkpoint, and one that fails does not keep the others from running.
+A benchmark that trains passes its planned runs to `run_to_the_end`, each with a folder of its own. Finished runs are
+skipped, an interrupted run resumes from its checkpoint, and a failed run does not stop the others.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench import view
 from areal_lite.node import package_versions
@@ -29,29 +29,29 @@ from areal_lite.record.columns import Columns, Row
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_files import read_summary, write_whole
-from areal_lite.record.run_folder import differences
+from areal_lite.record.run_folder import RunFolder, differences
 
 logger = logging.getLogger(__name__)
 
 Case = TypeVar("Case")
 
 CONSOLE = Console()
-"""Where benchmarks say how far they are."""
+"""Shows the progress of benchmarks."""
 
 
 def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
-    """Return repeat and case in order; every other repeat goes backwards: the machine's drift favours none."""
+    """Return (repeat, case) in order; every other repeat runs backwards, so that the machine's drift favours none."""
     forwards = list(cases)
     return [(repeat, case) for repeat in range(repeats) for case in forwards[:: -1 if repeat % 2 else 1]]
 
 
 def ratios(values: Iterable[float], over: Iterable[float]) -> list[float]:
-    """Return the ratios inside each repeat, where both sides saw the same machine."""
+    """Return the ratio of each repeat, in which both sides saw the same state of the machine."""
     return [mine / theirs for mine, theirs in zip(values, over, strict=True)]
 
 
 def surroundings() -> dict[str, Any]:
-    """Return what was measured, and on what: commit and machine."""
+    """Return the commit and the machine."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -64,7 +64,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def write_results(content: Mapping[str, Any], *, out: Path) -> dict[str, Any]:
-    """Write `results.json`, whole or not at all, and return it: `content`, and what was measured on what."""
+    """Write `results.json`, whole or not at all: `content`, and the `surroundings`. Return it."""
     content = {**surroundings(), **content}
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "results.json", json.dumps(content, indent=1) + "\n")
@@ -81,16 +81,16 @@ def finish(
     columns: Columns | None = None,
     targets: Any = (),
 ) -> int:
-    """Write `results.json` of a benchmark that has rows, show them, and what was aimed at; return 0.
+    """Write `results.json` of a benchmark that has rows; show the rows and the targets; return 0.
 
-    `columns` are those of a benchmark outside the package, kept beside its rows: title -> template.
+    `columns` are for a benchmark outside the package, and are kept beside its rows.
     """
     figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
     figures |= {"columns": columns} if columns else {}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
     view.show(view.table(columns or benchmark, rows, title=title))
     if targets:
-        view.show(view.table("targets", targets, title="aimed at"))
+        view.show(view.table("targets", targets, title="targets"))
     say(f"results: {out / 'results.json'}", style="")
     return 0
 
@@ -109,13 +109,13 @@ class PlannedRun:
     config: Config
     """The whole recipe."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What sets it apart from the other runs of a plan, for `results.json`."""
+    """What distinguishes it from the other runs, for `results.json`."""
 
 
 def entry_of(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `results.json` says of any run, and its summary; none where the folder holds other settings."""
+    """Return a run's entry in `results.json`, and its summary: empty if the folder holds other settings."""
     found: dict[str, Any] = {}
-    with suppress(ConfigError):
+    with suppress(ArealLiteError):
         where_it_begins(run, out / run.name)
         found = read_summary(out / run.name)
     known = {"name": run.name, **run.facts, "seed": run.config.run.seed, "status": found.get("status", "not run")}
@@ -123,21 +123,25 @@ def entry_of(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def where_it_begins(run: PlannedRun, folder: Path) -> str:
-    """Look into a run's folder; a `ConfigError` where it holds a run of other settings.
+    """Look into a run's folder.
 
     Returns:
-        The setting of `run` that names the folder: `dir` to begin, `resume` to go on from a checkpoint; none when done.
+        The setting of `run` that names the folder: `dir` to start, `resume` to resume; empty if the run is done.
+
+    Raises:
+        ConfigError: It holds a run of other settings.
+        CheckpointError: Its settings cannot be read.
     """
     if not (folder / "config.json").is_file():
         return "dir"
-    saved = parse_config(json.loads((folder / "config.json").read_text()))
+    saved = RunFolder(folder).recipe()
     changed = differences([config.model_dump() for config in (saved, with_absolute_paths(run.config))])
-    # Where a run is, and whether it is reported, makes no other run of it.
+    # Folder and report do not make it another run.
     if others := changed.keys() - {"run.dir", "run.resume", "run.report"}:
-        said = "; ".join("{} was {!r}, is {!r}".format(key, *changed[key]) for key in sorted(others))
+        listed = "; ".join("{} was {!r}, is {!r}".format(key, *changed[key]) for key in sorted(others))
         raise ConfigError(
-            f"{folder} must hold a run of the plan's settings, got another: {said}: choose another --out, or delete "
-            "the folder to run it anew"
+            f"{folder} must hold a run of the plan's settings, got another: {listed}. Fix: choose another --out, or "
+            "delete the folder"
         )
     if read_summary(folder).get("status") == "done":
         return ""
@@ -151,15 +155,15 @@ def run_to_the_end(
     collect: Callable[[], dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Do a benchmark's runs, one after another, each in a folder below `out`, and show what they say.
+    """Run a benchmark's runs one after another, each in a folder below `out`, and show the results.
 
     Args:
-        parts: Runs, of which some may follow from what those before them say.
-        collect: Writes what is known so far, and returns it; called after each run.
-        show: Shows what `collect` returned, once all is done.
+        parts: Lists of runs; a later list may depend on the results of earlier ones.
+        collect: Writes the results so far and returns them; called after each run.
+        show: Shows what `collect` returned, at the end.
 
     Returns:
-        The exit code: 0, 1 where a run failed, 130 after Ctrl-C; the command that goes on is shown.
+        The exit code: 0; 1 if a run failed; 130 after Ctrl-C. The command that resumes the benchmark is shown.
     """
     failures: dict[str, str] = {}
     try:
@@ -169,10 +173,10 @@ def run_to_the_end(
         show(collect())
         if not failures:
             return 0
-        code, ending = 1, f"failed: {', '.join(failures)}; the same command tries them again:"
+        code, ending = 1, f"failed: {', '.join(failures)}; retry with the same command:"
     except KeyboardInterrupt:
         collect()
-        code, ending = 130, "stopped. To go on:"
+        code, ending = 130, "stopped. Resume with:"
     say(ending)
     say(f"  {shlex.join(['areal-lite', *sys.argv[1:]])}", style="")
     return code
@@ -180,13 +184,13 @@ def run_to_the_end(
 
 @contextmanager
 def training() -> Iterator[Callable[..., object]]:
-    """Yield what trains one recipe, with changes in `run`; after Ctrl-C it is saved, and `KeyboardInterrupt` raised."""
+    """Yield a function that trains a recipe, with changes of `run`; Ctrl-C saves and raises `KeyboardInterrupt`."""
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.ray_session import ray_session
     from areal_lite.launch.run.train import train
 
     def train_one(config: Config, **changes: Any) -> object:
-        # One of many short runs is reported when somebody asks for it.
+        # No report of each of many short runs.
         run = config.run.model_copy(update={"report": False, **changes})
         try:
             return train(config.model_copy(update={"run": run}), recipe_name="bench", console=CONSOLE)
@@ -200,23 +204,23 @@ def training() -> Iterator[Callable[..., object]]:
 def run_all(
     runs: Sequence[PlannedRun], *, out: Path, train: Callable[..., object], after_each: Callable[[], object]
 ) -> dict[str, str]:
-    """Run what is not done yet, in order, each in a folder below `out`; return why each failed run failed, by name.
+    """Run what is not done yet, in order, each in a folder below `out`; return the error of each failed run.
 
-    `train` trains a recipe, into `dir` or going on in `resume`; `after_each` is called after failed runs too.
+    `train` takes a recipe, and a folder as `dir` or `resume`; `after_each` is called after failed runs too.
 
     Raises:
-        ConfigError: Before anything starts: some folder holds a run of other settings.
+        ConfigError: Before anything starts, if a folder holds a run of other settings.
         KeyboardInterrupt: By the user.
     """
     begins = {run.name: where_it_begins(run, out / run.name) for run in runs}
     waiting = [run for run in runs if begins[run.name]]
     if num_done := len(runs) - len(waiting):
-        say(f"{num_done} of {len(runs)} runs are done already")
+        say(f"{num_done} of {len(runs)} runs are already done")
     failures: dict[str, str] = {}
     began, steps_done = time.monotonic(), 0
     for number, run in enumerate(waiting):
         folder, setting = out / run.name, begins[run.name]
-        if setting == "dir" and (folder / "config.json").is_file():  # of a run that cannot go on
+        if setting == "dir" and (folder / "config.json").is_file():  # of a run that cannot be resumed
             shutil.rmtree(folder)
         steps_left = sum(other.config.run.steps for other in waiting[number:])
         left_s = (time.monotonic() - began) / steps_done * steps_left if steps_done else 0

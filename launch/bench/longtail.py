@@ -1,8 +1,8 @@
 """A workflow for benchmarks: real decoding of completions whose lengths are drawn from a log-normal distribution.
 
-How long a model's answers are decides what asynchrony gains, and a tiny model's are all short. So each sample gets a
-length of its own, and the engine decodes exactly that many tokens, end-of-sequence tokens included. Nothing useful is
-learned from such samples: name this workflow in recipes of benchmarks only (`launch/recipes/longtail_cpu.yaml`).
+The lengths of a model's answers decide what asynchrony gains, and a tiny model's answers are all short. So each sample
+gets a length of its own, and the engine decodes exactly that many tokens, end-of-sequence tokens included. Such samples
+teach nothing: use this workflow in benchmarks only (`launch/recipes/longtail_cpu.yaml`).
 """
 
 import math
@@ -20,7 +20,7 @@ LONGTAIL = "areal_lite.launch.bench.longtail:drawn_length"
 def draw_length(seed: int, *, median: float, sigma: float, longest: int) -> int:
     """Draw one length, `exp(N(log median, sigma^2))`, rounded and cut to `1..longest`; the same seed, the same length.
 
-    At `sigma` 0 all are alike, at 0.9 one of ten is longer than 3.2 medians.
+    At `sigma` 0 all are equal, at 0.9 one in ten is longer than 3.2 medians.
     """
     return min(longest, max(1, round(random.Random(seed).lognormvariate(math.log(median), sigma))))
 
@@ -32,9 +32,9 @@ def _check(*, median: float, sigma: float) -> None:
 
 @checked_by(_check)
 async def drawn_length(engine: EpisodeEngine, row: Mapping[str, Any], *, median: float, sigma: float) -> list[Turn]:
-    """Generate one completion of a length that `draw_length` draws, at most the room there is.
+    """Generate one completion of a length drawn by `draw_length`, at most the room in the context.
 
-    In an evaluation it is a plain one.
+    In an evaluation the length is the model's own.
     """
     if engine.seed is None:
         return [await engine.generate(engine.prompt_ids)]

@@ -1,7 +1,7 @@
 """`areal-lite bench modes`: one recipe, synchronous and asynchronous, on the same machine.
 
-A short search chooses the threads of each mode, then all modes take turns, several times. What they did is shown from
-`results.json`: tables for the terminal and for pages, and a picture.
+A short search chooses the threads of each mode. Then all modes take turns, several times. Tables and a picture are
+made from `results.json`.
 """
 
 import os
@@ -25,13 +25,13 @@ from areal_lite.record.report.charts import as_shares
 from areal_lite.record.run_folder import RunFolder
 
 _STEPS = 30
-"""A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
+"""Most steps of a run, unless overridden: recipes are made for learning, and train longer than a benchmark needs."""
 _SEARCH_STEPS = 4
-"""Of a search run at least; else it has a quarter of the steps."""
+"""Fewest steps of a search run, which otherwise has a quarter of a run's steps."""
 
 
 def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence[str], out: Path | None) -> int:
-    """Search, choose, measure."""
+    """Search for the fastest threads, then measure."""
     cores = len(os.sched_getaffinity(0))
     search = search_runs(recipe, choose(list(MODES), only, what="mode"), cores=cores, extra=overrides)
     out = (out or Path("runs") / f"modes-{Path(recipe).stem}").resolve()
@@ -61,7 +61,7 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
 
 
 class Threads(NamedTuple):
-    """How many threads generation (all engines together) and training (all ranks) have."""
+    """Threads of generation (all engines together) and of training (all ranks)."""
 
     generation: int
     training: int
@@ -72,12 +72,12 @@ class Threads(NamedTuple):
 
 
 def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
-    """Return the thread settings that are tried in a mode, two at most.
+    """Return the thread settings to try in a mode, at most two.
 
-    A split halves the cores, or halves them and lets training use all when generation leaves some free. Without a
-    split both phases get all cores, or generation half of them, as decoding few sequences gains little from threads.
-    In turns the second setting of a split is that of no split, so it is tried once: the best synchronous mode is the
-    best of three settings, the others are the best of two.
+    With a split: half of the cores for each; or half for generation and all for training, which use what generation
+    leaves idle. Without a split both phases get all cores; or generation half, as decoding few sequences gains little
+    from threads. At eta 0 the second setting of a split equals one without a split, and is left out: the best
+    synchronous mode is the best of three settings, the others are the best of two.
 
     >>> [str(threads) for threads in thread_settings(MODES["async-eta1"], cores=2)]
     ['1+1', '1+2']
@@ -88,7 +88,7 @@ def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
 
 
 def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[PlannedRun]:
-    """Return a short run for each mode and thread setting, with a seed of its own; a `ConfigError` if not for a CPU."""
+    """Return a short run for each mode and thread setting; a `ConfigError` if the recipe is not for a CPU."""
     tried = [(mode, threads) for mode in modes for threads in thread_settings(MODES[mode], cores=cores)]
     return _runs(recipe, [(None, setting) for setting in tried], extra=extra)
 
@@ -96,7 +96,7 @@ def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequenc
 def measured_runs(
     recipe: str, chosen: Mapping[str, Threads], *, repeats: int, extra: Sequence[str]
 ) -> list[PlannedRun]:
-    """Return the runs that are measured: in turns, every repeat with a seed of its own."""
+    """Return the runs to measure: modes in turns, each repeat with its own seed."""
     return _runs(recipe, turns(chosen.items(), repeats), extra=extra)
 
 
@@ -106,7 +106,7 @@ def _runs(
     overrides = dict(map(parse_override, extra))
     config = planned_config(recipe, "recipe", [overrides])
     if config.run.device != "cpu":
-        raise ConfigError(f"bench modes compares threads of a CPU, got run.device={config.run.device}: set it to cpu")
+        raise ConfigError(f"bench modes needs run.device=cpu, got {config.run.device}. Fix: set it")
     steps = config.run.steps if "run.steps" in overrides else min(config.run.steps, _STEPS)
     runs = []
     for repeat, (mode, threads) in wanted:
@@ -117,7 +117,7 @@ def _runs(
             "trainer.threads": max(1, threads.training // config.trainer.ranks),
             "run.steps": max(_SEARCH_STEPS, steps // 4) if repeat is None else steps,
             "run.seed": config.run.seed + (0 if repeat is None else 1 + repeat),
-            # None belongs to what is compared; all are done at the start and the end of a run all the same.
+            # Not part of the comparison; all of these still happen at the start and the end of a run.
             "run.eval_every": 0,
             "run.checkpoint_every": 0,
             "run.checkpoint_every_minutes": 0,
@@ -129,7 +129,7 @@ def _runs(
 
 
 def fastest_threads(search: Sequence[PlannedRun], entries: Sequence[Row]) -> dict[str, Threads]:
-    """Return each mode's fastest thread setting; the first one where no search run is done."""
+    """Return each mode's fastest thread setting; the first one if no search run is done."""
     rates = {entry["name"]: entry.get("samples_per_s", 0.0) for entry in entries}
     tried: dict[str, list[PlannedRun]] = {}
     for run in search:
@@ -170,7 +170,7 @@ def collect_modes(
 
 
 def _entry(run: PlannedRun, out: Path) -> dict[str, Any]:
-    """Return what is known of one run; its figures only when it is done."""
+    """Return the entry of one run; its figures only if it is done."""
     (entry, found), config = entry_of(run, out), run.config
     entry["threads"] = str(entry["threads"])
     if entry["status"] != "done":
@@ -194,7 +194,7 @@ def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def modes_tables(content: Row) -> list[Any]:
-    """Render a line per mode in two tables, each within 80 columns; with several repeats the spread is below."""
+    """Render two tables of at most 80 columns, a row per mode, with the spread of several repeats below each value."""
     lines, best = content["modes"], content["best_synchronous"]
     of_figures = (
         f"Median, lowest-highest. x best sync: over samples/s of {best} in the same repeat. reward: of the last steps; "
@@ -210,7 +210,7 @@ def modes_tables(content: Row) -> list[Any]:
 
 
 def modes_markdown(content: Row) -> str:
-    """Render the tables in Markdown, a third one with every figure and its spread, and the findings."""
+    """Render the tables in Markdown, a third one with all figures, and the findings."""
     lines, findings = content["modes"], [f"- {text}" for text in content["findings"]]
     every = {"mode": "{mode}"} | {name.replace("_", " "): f"{{figures.{name}:.5g~}}" for name in lines[0]["figures"]}
     every |= {f"{name} of a sample's tokens": f"{{lengths.{name}}}" for name in ("p50", "p90", "p100")}
@@ -219,7 +219,7 @@ def modes_markdown(content: Row) -> str:
 
 
 def draw_modes(content: Row, path: Path) -> None:
-    """Draw rates, shares of the time and ages of the modes into one SVG file."""
+    """Draw rates, shares of time and ages of the modes into one SVG file."""
     lines = content["modes"]
 
     def medians(name: str) -> list[float]:

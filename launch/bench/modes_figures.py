@@ -1,8 +1,8 @@
-"""The modes of `bench modes`, and its arithmetic: from a run's log to its figures, from runs to what they say.
+"""The modes of `bench modes`, and its arithmetic: from a run's log to figures, from figures to findings.
 
-A run is measured from the publication of one step to that of another, the same steps in every mode:
-before them queues fill, behind them nothing new is admitted. An *entry* is one run: `mode`, `repeat`, `threads`, and
-the figures of `measure` where it is done.
+A run is measured between the publications of two steps, the same in every mode: before the first, queues fill; after
+the second, nothing new is admitted. An *entry* is one run: `mode`, `repeat`, `threads`, and the figures of `measure`
+if it is done.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from areal_lite.record.lanes import PAUSE_PARTS, Stretch, reading, sample_length
 _REWARD_STEPS = 5
 """Steps averaged into one reward: those up to the one asked for."""
 _BUSY = 0.05
-"""Whoever idles for less than this share is what the others wait for."""
+"""A process that is idle for a smaller share of its time is the bottleneck."""
 _REPEATS = 3
-"""Fewer say little about the spread, and nothing about rewards."""
+"""With fewer repeats the spread is uncertain, and rewards are not compared."""
 _GAIN = 1.02
-"""A median ratio up to this one is no gain worth a word."""
+"""A median ratio up to this one does not count as a gain."""
 MAX_STALENESS = 4
-"""The largest of the modes."""
+"""The largest eta of the modes."""
 
 
 class Mode(NamedTuple):
@@ -45,8 +45,8 @@ class Mode(NamedTuple):
 MODES: dict[str, Mode] = {
     "sync-colocated": Mode(0, has_split=False),
     "sync-split": Mode(0),
-    # At eta 1 a trained batch makes room for exactly one batch, and by then `drain` has finished the one before: no
-    # further rule is needed for a whole batch to be admitted at once.
+    # At eta 1 a trained batch makes room for exactly one batch, and `drain` has finished the one before it: so whole
+    # batches are admitted at once without a further rule.
     "one-step-off": Mode(1, "drain"),
     "async-eta1": Mode(1, "recompute"),
     "async-eta4": Mode(MAX_STALENESS, "recompute"),
@@ -57,10 +57,10 @@ MODES: dict[str, Mode] = {
 
 
 def measured_steps(steps: int, *, max_staleness: int) -> tuple[int, int]:
-    """Return the steps at whose publication measuring begins and ends.
+    """Return the steps at whose publications the measurement begins and ends.
 
-    At first `max_staleness + 1` batches are generated at once, under the first weights; over the last `max_staleness`
-    steps admission runs dry. Both are left out where half the run remains, else all but the first step counts.
+    The first `max_staleness + 1` batches are generated at once, under the first weights; in the last `max_staleness`
+    steps nothing is admitted. Both are left out if half of the run remains; otherwise all steps but the first count.
 
     >>> measured_steps(20, max_staleness=4), measured_steps(8, max_staleness=4)
     ((5, 16), (1, 8))
@@ -105,9 +105,9 @@ def measure(
 
 
 def reward_at(rows: Sequence[Row], events: Sequence[Event], *, seconds: float = math.inf) -> float | None:
-    """Return the mean training reward of the last steps published within so many seconds; None where there is none.
+    """Return the mean training reward of the last steps published within so many seconds; None if there are none.
 
-    The seconds count from when the trainer began to wait for its first batch.
+    The clock starts when the trainer begins to wait for its first batch.
     """
     deadline, times = work_begins(events) + seconds, published(events)
     rewards = [row["reward_mean"] for row in rows if times[row["step"]] <= deadline]
@@ -115,7 +115,7 @@ def reward_at(rows: Sequence[Row], events: Sequence[Event], *, seconds: float = 
 
 
 def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 99, 100)) -> dict[str, int | None]:
-    """Return values that occurred: for each percentage the smallest that so many do not exceed; None of nothing.
+    """Return percentiles that are values of the list; None for an empty list.
 
     >>> percentiles([1] * 8 + [7, 9], (50, 90, 91))
     {'p50': 1, 'p90': 7, 'p91': 9}
@@ -126,7 +126,7 @@ def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 
 
 def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) -> dict[str, float]:
     run = Stretch(reading(events, begin), reading(events, end))
-    # A publication begins when the last engine has drained: until then the trainer waits, whatever its lane says.
+    # While engines drain, before a publication, the trainer waits, although its lane shows publishing.
     held_up = max(run.share("draining", lane=lane) for lane in run.workers)
     return {
         "occupancy": run.spent("slot_seconds") / ((end - begin) * slots * len(run.workers)),
@@ -149,16 +149,16 @@ def work_begins(events: Sequence[Event]) -> float:
 
 
 def best_synchronous(entries: Sequence[Row]) -> str | None:
-    """Return the synchronous mode with the highest median of samples per second; None where none was measured."""
+    """Return the synchronous mode with the highest median of samples per second; None if none was measured."""
     rates = {mode: _rates(entries, mode).values() for mode in MODES if not MODES[mode].eta}
     return max(filter(rates.get, rates), key=lambda mode: statistics.median(rates[mode]), default=None)
 
 
 def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return one line per measured mode, in the order of `MODES`.
+    """Return a row per measured mode, in the order of `MODES`.
 
-    It has the spread of each figure over the repeats, that of the ratio of its samples per second to the best
-    synchronous mode's of the same repeat, and the histograms of all repeats together.
+    A row has the spread of each figure over the repeats, that of the ratio of its samples per second to those of the
+    best synchronous mode in the same repeat, and the histograms of all repeats together.
     """
     base = _rates(entries, best_synchronous(entries))
     lines = []
@@ -181,19 +181,19 @@ def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def findings(lines: Sequence[Row], *, best: str | None) -> list[str]:
-    """Say in words what the table shows, above all where asynchrony does not help."""
+    """Return sentences on what the table shows, above all where asynchrony does not help."""
     base = next((line for line in lines if line["mode"] == best), None)
     if base is None:
-        return ["No synchronous mode was measured, so nothing can be said about what asynchrony gains."]
+        return ["No synchronous mode was measured, so the gain of asynchrony is unknown."]
     texts = [f"The best synchronous mode is {best} ({_of(base['figures']['samples_per_s'], '.1f')} samples/s)."]
     if (fewest := min(line["repeats"] for line in lines)) < _REPEATS:
-        texts.append(f"{fewest} of at least {_REPEATS} repeats: the spread is hardly known: take figures with care.")
+        texts.append(f"{fewest} of at least {_REPEATS} repeats: the spread is uncertain.")
     others = [line for line in lines if MODES[line["mode"]].eta and line["ratio"] is not None]
     return texts + [text for line in others for text in _finding(line, base)]
 
 
 def _finding(line: Row, base: Row) -> Iterator[str]:
-    """Say whether one mode is faster than the best synchronous one, what limits it, and whether it learns less."""
+    """Yield whether a mode is faster than the best synchronous one, what limits it, and whether it learns less."""
     mode, ratio, figures = line["mode"], line["ratio"], line["figures"]
     times = f"{_of(ratio, '.2f')} times the best synchronous mode"
     if ratio["median"] <= _GAIN:
@@ -218,7 +218,7 @@ def _finding(line: Row, base: Row) -> Iterator[str]:
 
 
 def _of(value: Mapping[str, float], spec: str) -> str:
-    """Write a spread as `1.50 (1.40 to 1.60)`."""
+    """Format a spread as `1.50 (1.40 to 1.60)`."""
     median, low, high = (format(value[name], spec) for name in ("median", "low", "high"))
     return median + (f" ({low} to {high})" if low != high else "")
 

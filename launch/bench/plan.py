@@ -1,7 +1,7 @@
-"""`areal-lite bench plan`: many short runs of one recipe, in the order in which they are run.
+"""`areal-lite bench plan`: many short runs of one recipe.
 
-A plan is a YAML file. `runs` names runs one by one, `grid` crosses axes, `seeds` repeats everything; with several of
-them every combination is run. Settings are written as on the command line, `section.field: value`.
+A plan is a YAML file. `runs` lists runs by name, `grid` crosses axes, `seeds` repeats everything; together they run
+every combination. Settings are written as on the command line, `section.field: value`.
 """
 
 import itertools
@@ -34,23 +34,23 @@ _FROM_SUMMARY = {
 
 
 class Plan(Section):
-    """Which runs there are.
+    """The runs of a benchmark.
 
     Example: `runs: {a: {}, b: {trainer.lr: 1e-3}}`, `seeds: [0, 1]` are the runs `a_seed-0`, `b_seed-0`, `a_seed-1`,
     `b_seed-1`; `grid: {queue.max_staleness: {eta-0: 0, eta-4: 4}}` alone are the runs `eta-0` and `eta-4`.
     """
 
     recipe: str = Field(description="path of a recipe, or the name of a shipped one")
-    settings: Settings = Field({}, description="what all runs change in it")
-    runs: dict[str, Settings] = Field({}, description="name -> what this run changes")
+    settings: Settings = Field({}, description="settings of all runs")
+    runs: dict[str, Settings] = Field({}, description="name -> settings of this run")
     grid: dict[str, dict[str, Any] | list[Any]] = Field(
-        {}, description="setting -> its values, or label -> value where labels say more"
+        {}, description="setting -> its values, or a table of label -> value"
     )
-    seeds: list[int] = Field([], description="values of run.seed; the whole plan is run for one after the other")
+    seeds: list[int] = Field([], description="values of run.seed; the whole plan runs for each in turn")
 
 
 def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out: Path | None) -> int:
-    """Run a plan and sum it up."""
+    """Run a plan and show a table of its runs."""
     plan, name = load_plan(plan_name), Path(plan_name).stem
     runs = planned_runs(plan, extra=overrides)
     names = choose([run.name for run in runs], only, what="run of the plan")
@@ -70,11 +70,11 @@ def shipped_plans() -> list[str]:
 
 
 def load_plan(plan: str) -> Plan:
-    """Read a plan; a `ConfigError` where it is missing, unreadable, or no plan."""
+    """Read a plan; a `ConfigError` if it is missing, unreadable or invalid."""
     path = Path(plan) if Path(plan).is_file() else PLANS / f"{plan}.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"a plan is a YAML file or one of {', '.join(shipped_plans())}; there is no {plan!r}"
+            f"a plan must be a YAML file or one of {', '.join(shipped_plans())}, got {plan!r}"
             + suggestion(plan, shipped_plans())
         )
     raw = read_yaml(path, holding=f"a plan ({', '.join(Plan.model_fields)})")
@@ -85,19 +85,19 @@ def load_plan(plan: str) -> Plan:
 
 
 def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
-    """Return the runs of a plan in order, the overrides in `extra` win; a `ConfigError` for a wrong recipe or name."""
+    """Return the runs of a plan in order; `extra` overrides win. A `ConfigError` for a wrong recipe or name."""
     extras = dict(map(parse_override, extra))
     runs: dict[str, PlannedRun] = {}
     for name, overrides in _combinations(plan):
         if not _NAME.fullmatch(name) or name in runs:
-            raise ConfigError(f"a run needs a name of its own, of letters, digits and . _ = -, got {name!r}")
+            raise ConfigError(f"a run must have a unique name of letters, digits and . _ = -, got {name!r}")
         config = planned_config(plan.recipe, name, [plan.settings, overrides, extras])
         runs[name] = PlannedRun(name=name, config=config, facts={"overrides": overrides})
     return list(runs.values())
 
 
 def planned_config(recipe: str, name: str, changes: Iterable[Settings]) -> Config:
-    """Return the checked recipe of a run, where the last change of a setting counts; a `ConfigError` if it is wrong."""
+    """Return the checked recipe of a run; the last change of a setting wins. A `ConfigError` if it is wrong."""
     raw = read_recipe(recipe, command="train")
     try:
         for key, value in itertools.chain.from_iterable(settings.items() for settings in changes):
@@ -106,22 +106,22 @@ def planned_config(recipe: str, name: str, changes: Iterable[Settings]) -> Confi
     except ConfigError as error:
         raise ConfigError(f"run {name}: {error}") from None
     if config.run.dir is not None or config.run.resume is not None:
-        raise ConfigError(f"run {name}: run.dir and run.resume are set by the bench itself: leave them out")
+        raise ConfigError(f"run {name}: run.dir and run.resume are set by the benchmark. Fix: leave them out")
     return config
 
 
 def choose(names: Sequence[str], only: Sequence[str], *, what: str) -> list[str]:
-    """Return the names that fit a pattern (`*_naive_*`), all without one; a `ConfigError` where one fits nothing."""
+    """Return the names that match a pattern (`*_naive_*`), all without one; a `ConfigError` if one matches nothing."""
     for pattern in only:
         if not any(fnmatch(name, pattern) for name in names):
             raise ConfigError(
-                f"no {what} is called {pattern!r}: there are {', '.join(names)}" + suggestion(pattern, list(names))
+                f"no {what} matches {pattern!r}: there are {', '.join(names)}" + suggestion(pattern, list(names))
             )
     return [name for name in names if not only or any(fnmatch(name, pattern) for pattern in only)]
 
 
 def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
-    """Yield name and settings of every run; seeds change last, so that a third of the time gives a whole table."""
+    """Yield name and settings of every run; seeds change last, so that each seed in turn completes a table."""
     axes: list[list[tuple[str, Settings]]] = []
     if plan.seeds:
         axes.append([(f"seed-{seed}", {"run.seed": seed}) for seed in plan.seeds])
@@ -153,7 +153,7 @@ def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, o
 
 
 def _entry(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one run's entry, without a summary only what was planned; and the versions of what it ran with."""
+    """Return a run's entry (without a summary, only its plan), and the versions of its packages."""
     (entry, found), config = entry_of(run, out), run.config
     entry |= {"lr": config.trainer.lr, "max_staleness": config.queue.max_staleness}
     if found:

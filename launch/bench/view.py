@@ -1,4 +1,4 @@
-"""How benchmarks show results: tables for the terminal, and pictures."""
+"""Tables for the terminal, and pictures."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ def table(columns: str | Columns, rows: Iterable[Row], *, title: str = "", capti
                   show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     titles, *lines = cells(columns, rows)
     for place, texts in enumerate(zip(titles, *lines, strict=True)):
-        # Where there is no room lines are broken, words are not: a column of words has all the room that it needs.
+        # In a narrow terminal lines are broken between words, never inside one.
         longest = max(map(len, " ".join(texts).split()))
         is_words = longest == max(map(len, "\n".join(texts).split("\n")))
         shown.add_column(texts[0], justify="right" if place else "left", min_width=longest, no_wrap=is_words)
@@ -28,7 +28,7 @@ def table(columns: str | Columns, rows: Iterable[Row], *, title: str = "", capti
 
 
 def show(*tables: Table) -> None:
-    """Show tables with every figure, also where the terminal, or a pipe's 80 columns, are narrower than that needs."""
+    """Print tables in full, even where the terminal, or a pipe's 80 columns, are narrower."""
     for one in tables:
         needed = Console(width=1000).measure(one).minimum
         Console(width=max(Console().width, needed)).print(one, crop=False)
@@ -36,7 +36,7 @@ def show(*tables: Table) -> None:
 
 @contextmanager
 def picture(path: Path, *, size: tuple[float, float], font: int = 9, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, on a light ground that can be read in a dark page; written as SVG at the end."""
+    """Yield a figure and its axes, and write them as SVG; the background is light, for dark pages too."""
     import matplotlib
 
     matplotlib.use("svg")

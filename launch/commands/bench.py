@@ -1,4 +1,4 @@
-"""`areal-lite bench`: benchmarks that train. What each measures, and how, is in `launch/bench`."""
+"""`areal-lite bench`: benchmarks that train. `launch/bench` describes what each measures, and how."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,19 +8,17 @@ import typer
 from areal_lite.launch.commands.options import Overrides, Recipe
 
 bench = typer.Typer(
-    help="Measure: modes against each other, or many short runs of a plan.\n\n"
+    help="Run a benchmark: compare modes, or run a plan of many short runs.\n\n"
     "Ctrl-C finishes the step, saves, and shows the command that resumes the benchmark. Benchmarks of single "
     "components are scripts in the folder benchmarks/ of the repository."
 )
 
 Only = Annotated[
     list[str],
-    typer.Option(
-        default_factory=list, show_default=False, metavar="NAME", help="a name, or a pattern; may be given again"
-    ),
+    typer.Option(default_factory=list, show_default=False, metavar="NAME", help="a name or a pattern; may be repeated"),
 ]
 RunsOut = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="folder of all files; default runs/modes-RECIPE or runs/bench-PLAN")
+    Path | None, typer.Option(metavar="DIR", help="folder of the results; default runs/modes-RECIPE or runs/bench-PLAN")
 ]
 
 
@@ -32,10 +30,10 @@ def modes(
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="measurements of each mode")] = 3,
     out: RunsOut = None,
 ) -> int:
-    """A recipe in synchronous and asynchronous modes, and what asynchrony gains.
+    """Compare synchronous and asynchronous modes of a recipe.
 
-    A short search over the split of threads, then every mode in turn, several times. Writes results.json, modes.md and
-    modes.svg. The same command resumes a stopped benchmark.
+    Searches for the fastest split of threads, then runs every mode in turn, several times. Writes results.json,
+    modes.md and modes.svg. The same command resumes a stopped benchmark.
     """
     from areal_lite.launch.bench.modes import bench
 
@@ -49,7 +47,7 @@ def run_plan(
     only: Only,
     out: RunsOut = None,
 ) -> int:
-    """The runs of a plan, one after another."""
+    """Run a plan: many short runs of a recipe, one after another."""
     from areal_lite.launch.bench.plan import bench
 
     return bench(plan, overrides, only=only, out=out)

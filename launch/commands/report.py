@@ -10,21 +10,22 @@ from rich.console import Console
 from areal_lite.launch.commands.options import out_file
 
 _SILENT_S = 60.0
-"""A writer beats every few seconds: one that was killed leaves `writer.json`, and beats no more."""
+"""A writer sends a heartbeat every few seconds; a killed one leaves `writer.json` without further heartbeats."""
 
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="run folder, or the folder of a bench; several: compared")
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="folder of a run or a benchmark; several runs are compared"),
     ],
     out: Annotated[
-        Path | None, out_file(metavar="FILE", help="default: report.html in the folder; of several, comparison.html")
+        Path | None, out_file(metavar="FILE", help="default: report.html in the folder; comparison.html for several")
     ] = None,
 ) -> int:
-    """Make a page with pictures of a run, or compare runs.
+    """Write a report page of a run, or a comparison of several runs.
 
-    Writes one self-contained page: of a run, also one that is still going; of several runs, compared; or of the results
-    of areal-lite bench.
+    The page is one self-contained HTML file. The run may still be active. The folder of a benchmark gives a page of its
+    results.
     """
     from areal_lite.record.report import write_bench, write_comparison, write_report
 
@@ -40,17 +41,17 @@ def report(
 
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
-    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between two pages")] = 20.0,
+    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between two updates")] = 20.0,
 ) -> int:
     """Keep the report of a run up to date until it ends.
 
-    Writes report.html into the folder again and again; the page loads itself anew in a browser that shows it. Sees the
-    folder alone, so that it works beside the run, or on any machine that shares its disk.
+    Rewrites report.html in the folder, and a browser that shows it reloads it. Needs the folder only: run it on any
+    machine that shares the run's disk.
     """
     from areal_lite.record.report import write_report
 
     lease, beat, since = folder / "writer.json", 0, time.monotonic()
-    while now := _beat(lease):  # whoever writes there holds it
+    while now := _beat(lease):  # the writer of the folder holds it
         if now != beat:
             beat, since = now, time.monotonic()
         elif time.monotonic() - since > max(_SILENT_S, 2 * every_s):
@@ -63,7 +64,7 @@ def watch(
 
 
 def _beat(lease: Path) -> int:
-    """Return when a writer was last seen at work, 0 where there is none."""
+    """Return the time of the writer's last heartbeat, 0 if there is no writer."""
     try:
         return lease.stat().st_mtime_ns
     except FileNotFoundError:

@@ -63,7 +63,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     with typed(command, folder=out / "long") as again:
         assert again.exit_code() == 1, again.output
         assert again.leftovers == []
-    assert "1 of 3 runs are done already" in again.output
+    assert "1 of 3 runs are already done" in again.output
     assert "failed: broken" in again.output
     assert (out / "first" / "summary.json").stat().st_mtime == first_ended
     assert steps(again) == list(range(1, BENCH_STEPS + 1))

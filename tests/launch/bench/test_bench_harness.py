@@ -9,7 +9,7 @@ import pytest
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.commands.trial_report import _cells
 from areal_lite.launch.run.preflight import ClusterReport, preflight_table
-from areal_lite.record.columns import COLUMNS, cells, markdown, spread
+from areal_lite.record.columns import COLUMNS, cells, spread
 
 
 def test_cases_take_turns_and_every_other_repeat_goes_backwards(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,11 +38,6 @@ def test_a_column_shows_a_value_a_median_or_nothing() -> None:
     assert show({"a": {"b": [1.0, 3.0, 2.0]}}) == show({"a": {"b": spread([1.0, 3.0, 2.0])}}) == "20.0\n10.0-30.0"
     assert show({"a": {"b": [1.0, 1.0]}}) == "10.0"
     assert {show(row) for row in ({"a": {"b": [1.0, None]}}, {"a": {"b": []}}, {"a": {}}, {"a": None}, {})} == {"-"}
-
-
-def test_markdown_has_the_lines_of_a_cell_side_by_side() -> None:
-    table = markdown({"name": "{name}", "x": "{x:~}"}, [{"name": "a", "x": [1, 3, 2]}])
-    assert table.splitlines() == ["| name | x |", "|---|---:|", "| a | 2 · 1-3 |"]
 
 
 def test_no_table_in_the_terminal_is_wider_than_seven_columns() -> None:

@@ -20,6 +20,12 @@ def lane(name: str, *rows: tuple[Any, ...]) -> list[Event]:
     ]
 
 
+def group(time: float, lane: str, lengths: list[int]) -> Event:
+    samples = [{"end": BEGIN + time, "tokens": tokens, "spans": []} for tokens in lengths]
+    event = {"time": BEGIN + time, "lane": lane, "kind": "group"}
+    return event | {"start": BEGIN, "group": "a#0", "samples": samples}
+
+
 # Four steps, published at 4, 10, 16 and 20 s; measured are the steps 2 and 3, from 4 to 16 s: 12 s.
 #
 # trainer: waits 4-6, trains 6-9, publishes 9-10; waits 10-14, trains 14-15, publishes 15-16: waits 6 of 12 s.
@@ -45,8 +51,8 @@ EVENTS = [
     *ENGINE_0,
     *TRAINER,
     *ENGINE_1,
-    {"time": BEGIN + 5, "lane": "rollout/0", "kind": "group", "samples": [{"tokens": tokens} for tokens in (1, 2, 3)]},
-    {"time": BEGIN + 6, "lane": "rollout/1", "kind": "group", "samples": [{"tokens": 10}]},
+    group(5, "rollout/0", [1, 2, 3]),
+    group(6, "rollout/1", [10]),
 ]
 ROWS: list[dict[str, Any]] = [
     {"step": step, "time_s": time_s, "gen_tokens_per_s": rate, "tokens_trained": trained, "reward_mean": reward,

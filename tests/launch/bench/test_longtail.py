@@ -7,7 +7,6 @@ import pytest
 from episode_builders import load, make_prompt, play, run
 from scripted_engine import ScriptedEngine
 
-from areal_lite.config.recipe import load_config
 from areal_lite.errors import PluginError
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.rollout.engine import Sampling
@@ -62,10 +61,3 @@ def test_an_evaluation_is_a_plain_one() -> None:
 def test_impossible_distributions_are_refused_at_the_start() -> None:
     with pytest.raises(PluginError, match="median must be at least 1 and sigma at least 0, got 20 and -1"):
         workflows(sigma=-1)
-
-
-def test_the_shipped_recipe_says_what_it_is_for() -> None:
-    config = load_config("longtail_cpu")
-    assert config.rollout.workflow == WORKFLOW
-    longest_prompt = config.model.max_context - config.rollout.max_new_tokens
-    assert longest_prompt >= 32
