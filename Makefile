@@ -1,10 +1,10 @@
 # What a user and a contributor type; `make` lists it.
 #   EXTRA=cpu|gpu   which build of vLLM and PyTorch `make setup` installs (default: cpu, or what .venv was made for)
-#   ARGS="..."      further words for the command behind demo and test
+#   ARGS="..."      further arguments of the command that demo or test runs
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-# Imports are quick where compiled modules are kept; some machines and images ask Python not to.
+# Compiled modules make imports fast; some machines and images tell Python not to write them.
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup demo test-fast test gpu-check examples format check size clean
 
@@ -17,8 +17,8 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# Tests side by side wait for nothing but processors, ALONE look at time: theirs is one lane, to which the others give
-# way. RUNS start the whole system: in three lanes, which keep two cores busy; two begin with nodes made on this machine.
+# ALONE tests measure time: they share one lane, and the others give way to it. RUNS start the whole system, in three
+# lanes, which keep two cores busy.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not frameworks and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
@@ -26,7 +26,7 @@ FAST := not slow and not frameworks and not examples and not gym and not tracker
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: within two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
-# Left out are only the tests that this machine cannot run; which and why is said first.
+# Leaves out only the tests that this machine cannot run, and lists them first, with the reason.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	@out=; keep=' and not frameworks'; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \

@@ -3,14 +3,14 @@
 #
 # Called by the Makefile, by docker/*.Dockerfile and by hand. Without an argument it keeps what .venv was made for, and
 # makes a new one for cpu: the demo and the tests run vLLM's CPU build, on machines with a GPU too.
-# A second call is instant; a set-up that was cut off is started over. It changes nothing outside .venv except pip's cache.
+# A second call is instant; an interrupted set-up starts over. Nothing outside .venv changes, except pip's cache.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON=.venv/bin/python
 MADE_FOR=.venv/made-for # "<extra> <folder>", written when .venv is made: neither the extra nor the folder can change later
-STAMP=.venv/ready       # hash of all that decides what is installed, written last
+STAMP=.venv/ready       # hash of everything that determines the installed packages, written last
 LOG=.venv/setup.log
 
 stop() { # EXPECTED GOT TODO
@@ -70,7 +70,7 @@ trap stop_ticker EXIT
 trap 'printf "\nset-up interrupted; run it again and it starts over\n" >&2; exit 130' INT TERM
 
 optional=
-try() { # TITLE COMMAND...: as step, and its failure is only told
+try() { # TITLE COMMAND...: as step, but a failure is only reported
     optional=yes
     step "$@"
     optional=
@@ -94,7 +94,7 @@ step() { # TITLE COMMAND...: the output goes to the log, the title and the secon
     fi
     if [ -n "$failed" ]; then
         printf '\n\n' >&2 && tail -n 15 "$LOG" >&2 && printf '\n' >&2
-        stop "\"$title\" to succeed" "the error above (all of it: $LOG)" "see to its cause (network? disk?) and run this again"
+        stop "\"$title\" to succeed" "the error above (all of it: $LOG)" "fix its cause (network? disk?) and run this again"
     fi
     [ ! -t 1 ] || printf '\r  %-40s' "$title"
     printf '%4d s\n' $((SECONDS - start))
@@ -134,8 +134,8 @@ if [ -x "$PYTHON" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then
     exit 0
 fi
 if [ -n "$made_for" ] && { [ "$made_for" != "$wanted" ] || [ ! -f "$STAMP" ] || [ ! -x "$PYTHON" ]; }; then
-    echo "set-up: .venv is half made, or for another place or build ($made_for): starting over"
-    rm -rf .venv # pip takes a package that was cut off while unpacking for a whole one
+    echo "set-up: .venv is incomplete, or for another folder or build ($made_for): starting over"
+    rm -rf .venv # pip takes a half-unpacked package for a complete one
 fi
 
 python=$(find_python)

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_handover.py 64x4 256x4
 
-The hand-over is that of a run, to an engine that plain requests keep busy. Nobody trains and nobody asks the queue for
-work; it only answers, once in every hand-over, as it does when its version moves. Each pause stands beside a plain
-memory copy of the same bytes. The models are made for the purpose.
+The hand-over is that of a run, to an engine that plain requests keep busy. Nothing trains, and nothing asks the queue
+for work: it only answers once in every hand-over, as when its version moves. Each pause is compared with a plain memory
+copy of the same bytes. The models have random weights.
 """
 
 import functools
@@ -46,7 +46,7 @@ WARM = 3
 BETWEEN_S = 0.3
 """Seconds of generation between two hand-overs."""
 COPIES = 5
-"""Memory copies behind each hand-over."""
+"""Memory copies after each hand-over."""
 _MAX_CONTEXT = 256
 _NEW_TOKENS = _MAX_CONTEXT - 16
 """Of each request; the rest is room for the longest prompt of the recipe, which nobody asks for."""
@@ -66,7 +66,7 @@ def main(
 
     with ray_session():
         rows = [row for (row,) in measuring.in_turns(shapes, repeats=1, measure=measure).values()]
-    # No targets: what a pause may take depends on what else there is to do; see `bench modes`.
+    # No targets: an acceptable pause depends on the length of a step; see `bench modes`.
     title = f"hand-over of weights to an engine with {requests} requests in flight; milliseconds"
     settings = {
         "sizes": list(map(str, shapes)),
@@ -79,7 +79,7 @@ def main(
 
 
 def measure_handovers(size: Size, *, repeats: int, requests: int, logs: Path) -> dict[str, Any]:
-    """Return a model's row: seconds of each part of every hand-over, and of a memory copy of the same bytes behind it.
+    """Return a model's row: seconds of each part of every hand-over, and of a memory copy of the same bytes after it.
 
     Needs a `ray_session`.
     """
@@ -103,7 +103,7 @@ def measure_handovers(size: Size, *, repeats: int, requests: int, logs: Path) ->
 
 
 def _handovers(engine: OneEngine, *, flat: Any, count: int, requests: int) -> Iterator[tuple[list[Event], float]]:
-    """Yield the events of each hand-over, and the time of a memory copy of the same bytes behind it."""
+    """Yield the events of each hand-over, and the time of a memory copy of the same bytes after it."""
     with engine.filled(functools.partial(_requests, requests), requests, alone=False):
         while engine.ask("count")[0] < requests:
             time.sleep(0.01)

@@ -133,15 +133,12 @@ def _in_words(num_rows: int) -> str:
 
 
 def _fastest_rows(config: Config, folder: Path, batches: Sequence[Shard]) -> int:
-    """Give the padded loop the size that suits it best on this machine, in a process that is not measured.
-
-    Tried are powers of two up to a whole minibatch.
-    """
+    """Return the padded loop's fastest micro-batch on this machine, of the powers of two up to a whole minibatch."""
     per_minibatch = config.samples_per_step // config.trainer.minibatches
     sizes = [2**power for power in range(int(math.log2(per_minibatch)) + 1)]
     with _sides([PADDED], config, folder, batches[:1]) as sides:
         sides[PADDED].step(0, sizes[-1])
-        # There and back, each size's best: what else the machine does should favour none.
+        # Sizes in turns, and each one's best time: other work on the machine should favour none.
         seconds = dict.fromkeys(sizes, math.inf)
         for _, size in turns(sizes, 3):
             seconds[size] = min(seconds[size], sides[PADDED].step(0, size).seconds)
@@ -149,7 +146,7 @@ def _fastest_rows(config: Config, folder: Path, batches: Sequence[Shard]) -> int
 
 
 def check_recipe(config: Config) -> None:
-    """Refuse recipes that the padded loop cannot train, or that do not say how long completions are.
+    """Refuse recipes that the padded loop cannot train, or that do not fix the lengths of completions.
 
     Raises:
         ConfigError: The objective has other terms, the recipe is not for one rank on a CPU in float32, or has neither
@@ -183,7 +180,7 @@ def run_steps(sides: Iterable[str], step: Callable[[str, int], Step], *, repeats
                 raise TrainerError(
                     f"in step {number} our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} tokens, the "
                     f"padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the same, so that "
-                    "no figure counts; report it"
+                    "no figure counts. Fix: report it"
                 )
     return measured
 
@@ -260,13 +257,13 @@ _Process.register("Side", _Side)
 
 @contextmanager
 def _sides(names: Iterable[str], config: Config, folder: Path, batches: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-    """Start the processes of sides, and end them behind the block."""
+    """Start a process for each side; stop them at the end of the block."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         sides = {}
         for name in names:
             process = _Process(ctx=context)
-            # The command that started this process ends it, not Ctrl-C.
+            # Ctrl-C must not end it: this process does.
             process.start(signal.signal, (signal.SIGINT, signal.SIG_IGN))
             stack.callback(process.shutdown)
             sides[name] = process.Side(name, config, str(folder), batches)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: sides measured in turns, targets, models of a size, and the script around `main`."""
+"""Shared by the benchmarks: measurements in turns, targets, model sizes, and the script around `main`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -28,7 +28,7 @@ Out = Annotated[Path, typer.Option(help="folder of the results")]
 
 
 def run(main: Callable[..., None]) -> None:
-    """Call `main` with what the command line says; an error of ours ends the script with its message alone."""
+    """Call `main` with the command line's arguments; an error of areal-lite ends the script with its message alone."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     try:
@@ -55,10 +55,10 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """Read `WIDTHxLAYERS`; a `ConfigError` where it is none."""
+    """Read `WIDTHxLAYERS`; a `ConfigError` for anything else."""
     width, _, layers = text.partition("x")
     if not (width.isdecimal() and layers.isdecimal() and int(width) >= 64 and int(width) % 64 == 0 and int(layers) > 0):
-        raise ConfigError(f"a model is WIDTHxLAYERS, the width a multiple of 64, got {text!r}: try 256x4")
+        raise ConfigError(f"a model must be WIDTHxLAYERS, the width a multiple of 64, got {text!r}. Fix: try 256x4")
     return Size(int(width), int(layers))
 
 
@@ -81,7 +81,7 @@ def check_comparable(config: Config, benchmark: str, wanted: Mapping[str, Any]) 
     """Refuse, by a `ConfigError`, a recipe whose work the other side cannot do.
 
     Args:
-        wanted: Settings that it must have, beside the default objective; the other side knows some settings of that.
+        wanted: Settings that it must have, in addition to the default objective.
     """
     default = ObjectiveConfig()
     names = sorted(type(default).model_fields.keys() - _KNOWN_ELSEWHERE)
@@ -89,7 +89,7 @@ def check_comparable(config: Config, benchmark: str, wanted: Mapping[str, Any]) 
     found = {key: reduce(getattr, key.split("."), config) for key in wanted}
     if others := [f"{key}={value}, got {found[key]}" for key, value in wanted.items() if found[key] != value]:
         raise ConfigError(
-            f"the benchmark {benchmark} compares recipes with {'; '.join(others)}. Fix: set it behind the recipe, or "
+            f"the benchmark {benchmark} compares recipes with {'; '.join(others)}. Fix: set it after the recipe, or "
             "name another recipe, such as arith_cpu"
         )
 

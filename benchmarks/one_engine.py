@@ -1,6 +1,6 @@
 """The processes of a run with one engine that plain requests can fill too, for `bench_rollout` and `bench_handover`.
 
-Nobody trains: the trainer ranks only publish.
+Nothing trains: the trainer ranks only publish.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ MakeRequests = Callable[[Config, Any], Iterator[tuple[list[int], Sampling]]]
 
 @contextmanager
 def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator["OneEngine"]:
-    """Start the processes of a run, and end them behind the block; needs a `ray_session`."""
+    """Start the processes of a run, and stop them at the end of the block; needs a `ray_session`."""
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
@@ -52,7 +52,7 @@ class OneEngine:
         self._config, self.cluster, self._actor = config, cluster, cluster.engines.handles[_LANE]
 
     def ask(self, method: str) -> Any:
-        """Call the rollout actor."""
+        """Call a method of the rollout actor, and wait for its result."""
         return result(getattr(self._actor, method).remote())
 
     @contextmanager
@@ -75,7 +75,7 @@ class OneEngine:
         self.cluster.queue.forget(worker=_LANE)
 
     def publish(self, *, version: int, interrupt: Interrupt, stamp_ledger: Callable[[], None]) -> list[Event]:
-        """Hand the trainer's weights over once more, and wait until the engine goes on; return its lane's events."""
+        """Publish the trainer's weights again, wait until the engine resumes, and return the hand-over's events."""
         events = EventBuffer("handover")
         hand_over(
             self.cluster.engines,
@@ -113,9 +113,9 @@ class _Rollout(RolloutActor):
             await asyncio.wait([self._serving])
 
     async def fill(self, make_requests: MakeRequests, in_flight: int, *, alone: bool) -> None:
-        """Keep so many requests in flight until `empty`; what comes out is let go.
+        """Keep so many requests in flight until `empty`, and discard the results.
 
-        A later call goes on with the requests of the first. `alone`: vLLM is asked, not our engine around it.
+        A later call continues with the requests of the first. `alone`: vLLM is called directly, without our engine.
         """
         if not hasattr(self, "_requests"):
             self._requests = enumerate(make_requests(self._config, self._engine.tokenizer))

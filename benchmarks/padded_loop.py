@@ -26,7 +26,7 @@ class PaddedLoop:
     """A policy and its optimiser."""
 
     def __init__(self, config: Config, model_folder: str) -> None:
-        """Load the model of a Hugging Face folder; `bench_train.check_recipe` says which recipes will do."""
+        """Load the model of a Hugging Face folder; `bench_train.check_recipe` refuses recipes that do not fit."""
         self._config = config
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
         settings = config.trainer

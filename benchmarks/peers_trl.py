@@ -99,9 +99,9 @@ def _end_of(text: str) -> str:
 
 
 def end_rows_at(lengths: Iterator[int], *, end: int) -> Callable[..., Callable[[Any, Any], Any]]:
-    """Return what makes, for each call of `transformers.generate`, a logits processor that ends each row where it must.
+    """Return a factory of logits processors, one per call of `transformers.generate`, that fix the rows' lengths.
 
-    Every row takes the next of `lengths`: so many tokens, of which the last is `end` and no other one.
+    Every row takes the next of `lengths`: so many tokens, the last one `end`, and no earlier one.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Simulates what the policies of `queue.on_stale` make of long answers; writes docs/long-answers.json.
+"""Simulates how the policies of `queue.on_stale` treat long answers; writes docs/long-answers.json.
 
     python docs/long_answers.py && python docs/tables.py        about a minute
 
@@ -63,11 +63,11 @@ class Running:
     lease: HeldLease
     length: int
     starts: dict[int, int]
-    """First token -> the version that produces it and those behind it, up to the next."""
+    """First token -> the version that produces it and the tokens after it, up to the next entry."""
     done: float = 0.0
 
     def sample(self) -> Sample:
-        """Return it as the engine would hand it in."""
+        """Return it as the engine would complete it."""
         starts = [start for start in self.starts if start < self.length]
         spans = tuple(
             VersionSpan(version=self.starts[start], start=start, end=end)
@@ -101,7 +101,7 @@ class Simulation:
         self.ages = Counter()
 
     def run(self) -> dict:
-        """Run all steps; return what was found."""
+        """Run all steps; return the figures."""
         ledger = self.ledger
         while ledger.version < STEPS:
             self.fill()
@@ -137,14 +137,14 @@ class Simulation:
                     self.running.append(Running(lease, length, {0: self.ledger.version}))
 
     def chosen(self) -> list[Running]:
-        """Return which samples the engine decodes: those of due groups alone, where they are what the trainer lacks."""
+        """Return the samples to decode: only those of due groups, if the trainer waits for them under `OLD_FIRST`."""
         if self.policy != OLD_FIRST or self.batch is not None or self.ledger.missing():
             return self.running
         due = self.ledger.version - self.eta
         return [one for one in self.running if one.lease.group.admitted_version <= due] or self.running
 
     def advance(self) -> None:
-        """Go on to the next end, of a sample or of a step."""
+        """Advance the clock to the next end of a sample or of a step."""
         running = self.chosen()
         rate = 1 / (1 + len(running) / self.scene.half)
         seconds = min(((one.length - one.done) / rate for one in running), default=math.inf)
@@ -196,7 +196,7 @@ class Simulation:
 
 
 def main() -> None:
-    """Simulate all policies, and write what was found."""
+    """Simulate all policies, and write the figures."""
     rows = []
     for policy, eta, ahead in CASES:
         row: dict[str, Any] = {"policy": policy, "eta": eta, "ahead": ahead}

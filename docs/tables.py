@@ -81,13 +81,13 @@ def pages() -> list[Path]:
 
 
 def where(content: Row) -> str:
-    """Say on what, and with which code, something was measured."""
+    """Return the commit and the machine of a measurement."""
     processor = f", {content['processor']}" if content.get("processor") else ""
     return f"Commit {content['commit']}, {content['cores']} cores ({content['machine']}{processor}), no GPU."
 
 
 def of(columns: Columns, rows: Callable[[Row], Iterable[Row]]) -> Make:
-    """Return what says where something was measured, and shows its rows."""
+    """Return a function that renders where something was measured, and its rows."""
     return lambda content: f"{where(content)}\n\n{markdown(columns, rows(content))}"
 
 
@@ -101,7 +101,7 @@ OF_PAGES: dict[str, Columns] = COMPONENTS | {"drill": DRILL, "soak": COLUMNS["so
 
 
 def benchmark(content: Row, *, name: str) -> str:
-    """Return the table of a benchmark, of which there may be a file for each case, `NAME, CASE`."""
+    """Return the table of a benchmark, from one file or from a file for each case (`NAME, CASE`)."""
     found = [results for key, results in sorted(content.items()) if key.partition(", ")[0] == name]
     rows = [row for one in found for row in one["rows"] if not str(row.get("side")).startswith("fastest")]
     rows.sort(key=lambda row: row.get("parameters", 0))
@@ -116,7 +116,7 @@ def head(results: Row) -> str:
 
 
 def all_targets(content: Row) -> str:
-    """Return the table of what was aimed at."""
+    """Return the table of targets."""
     found = [target for recipe in RECIPES for target in mode_targets(content.get(f"modes {recipe}"), recipe)]
     for name in ("rollout", "train", "queue", "peers"):
         found += content.get(name, {}).get("targets", [])
@@ -124,7 +124,7 @@ def all_targets(content: Row) -> str:
 
 
 def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
-    """Return what a `bench modes` says about the targets: the gain of the best asynchronous mode, and its pauses."""
+    """Return the targets of a `bench modes`: the gain of the best asynchronous mode, and its pauses."""
     lines = [line for line in (content or {}).get("modes", []) if line["mode"].startswith("async") and line["ratio"]]
     if content is None or not lines:
         return []
@@ -328,7 +328,7 @@ VERDICTS = {True: "equal", False: "not equal"}
 
 
 def math_verifier(content: Row) -> str:
-    """Return what people and the verifier `math` say differently."""
+    """Return the pairs on which a person and the verifier `math` disagree."""
     pairs = content["pairs"]
     wrong = [
         pair | {key: VERDICTS.get(pair[key], str(pair[key])) for key in ("expected", "scored")}
