@@ -12,7 +12,7 @@ from areal_lite.record.report.read import RunFiles
 from areal_lite.record.run_files import number, numbers, table
 
 STEPS = "trainer step"
-_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds since the start", "time")}
+_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds since the start, start-up included", "time")}
 _WAITING = {
     "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
     "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
@@ -138,7 +138,7 @@ def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
     ended = [curve for state in _ENDED if any((curve := _line(run, state, within="ledger")).y)]
     yield stacked("groups in progress", in_flight, x=STEPS, y="groups")
-    yield lines("groups that ended", ended, x=STEPS, y="groups so far", rangemode="tozero")
+    yield lines("groups that ended", ended, x=STEPS, y="groups so far", legend=True, rangemode="tozero")
 
 
 def step_times(run: RunFiles) -> Chart | None:

@@ -16,7 +16,7 @@ function colourOf(name) {
 }
 
 function themed(layout) {
-  const axis = { gridcolor: colourOf("--line"), zerolinecolor: colourOf("--line"), linecolor: colourOf("--line"), automargin: true };
+  const axis = { gridcolor: colourOf("--line"), zerolinecolor: colourOf("--line"), linecolor: colourOf("--line"), automargin: true, exponentformat: "e" };
   return {
     height: 300, margin: { l: 48, r: 12, t: 8, b: 40 }, hovermode: "x unified",
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: "system-ui, sans-serif", color: colourOf("--text"), size: 12 },

@@ -49,7 +49,7 @@ def _online_sections(run: RunFiles) -> Iterator[Section]:
 
 
 def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
-    same = Block("sentence", curves.constants(runs), "The same in every step")
+    same = Block("sentence", curves.constants(runs), "The same wherever measured")
     return [charts_block(curves.diagnostics(runs), small=True), same]
 
 

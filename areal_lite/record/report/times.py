@@ -75,7 +75,7 @@ def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
     width = max(ends.max(initial=0.0), 1e-9) / _BINS
     bins = (ends / width).astype(int).clip(max=_BINS - 1)
     curves = []
-    for name, share in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0)):
+    for name, share in (("median", 0.5), ("95th percentile", 0.95), ("slowest", 1.0)):
         y = [float(np.quantile(taken_ms[bins == place], share, method="inverted_cdf")) for place in np.unique(bins)]
         curves.append(Line(name=name, x=[(place + 0.5) * width for place in np.unique(bins).tolist()], y=y))
     yield lines("verification of a group", curves, x="seconds of the run", y="milliseconds", type="log", dtick="D2")
