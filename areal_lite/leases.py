@@ -1,4 +1,9 @@
-"""A worker's loop at the sample queue: it leases work while it has room, and says by heartbeat what it still holds."""
+"""A worker's loop at the sample queue: it leases work while it has room, and keeps its leases alive by heartbeats.
+
+Three kinds of tasks run on one event loop. One leases: it waits for room, then for the queue's answer. One sends
+heartbeats. The others serve one lease each, and hand in its result. While the queue is being replaced, all three wait
+for `reconnect`; `stop` cancels them.
+"""
 
 import asyncio
 import logging
@@ -21,7 +26,7 @@ class LeaseWorker(ABC):
     """Serves every lease in a task of its own, as many at a time as it has room for."""
 
     def __init__(self, client: "AsyncQueueClient", *, name: str, heartbeat_s: float) -> None:
-        """Prepare.
+        """Lease nothing before `run`.
 
         Args:
             client: Connected to the sample queue; the caller closes it.
@@ -37,7 +42,7 @@ class LeaseWorker(ABC):
 
     @abstractmethod
     def _room(self) -> int:
-        """Return how many more leases may be held now; `_room_changed` is set where that is not for a lease's end."""
+        """Return how many more leases may be held now; sets `_room_changed` if that changes without a lease's end."""
 
     @abstractmethod
     async def _ask(self, limit: int) -> list[Lease]:
@@ -45,17 +50,14 @@ class LeaseWorker(ABC):
 
     @abstractmethod
     async def _serve(self, lease: Lease) -> None:
-        """Do what a lease is for; what this raises ends the worker."""
+        """Do the work of a lease; an exception ends the worker."""
 
     @abstractmethod
     def _progress(self) -> int:
-        """Return a count that grows while the worker is not stuck."""
+        """Return a number that grows while the worker is not stuck."""
 
     async def run(self) -> None:
-        """Work until `stop`; raises what ends the worker, whose leases then come back by their missing heartbeats.
-
-        Consumes leases. Waits for room, for the queue's answer and for the next heartbeat; unblocked by `stop`.
-        """
+        """Work until `stop`; an exception ends it, and its leases expire."""
         self._ended.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -69,14 +71,14 @@ class LeaseWorker(ABC):
             self._ended.set()
 
     async def stop(self) -> None:
-        """Let go of all leases and end `run`; idempotent. The queue lends the groups anew once heartbeats stop."""
+        """Drop all leases and end `run`; idempotent. The queue lends the groups again once the leases expire."""
         self._stopping.set()
         await self._ended.wait()
 
     async def reconnect(self, access: "QueueAccess") -> tuple[int, int]:
-        """Go on at the queue that took the place of a dead one; returns how many leases that keeps, and how many not.
+        """Move to the queue that replaced a dead one; returns how many leases it keeps, and how many not.
 
-        What was done meanwhile is handed in there.
+        Results of the time between are handed in there.
         """
         self._connected.clear()
         self._client.move_to(access)
@@ -89,12 +91,12 @@ class LeaseWorker(ABC):
         return sum(kept), len(kept) - sum(kept)
 
     async def _deliver(self, lease: Lease, ask: Callable[[], Awaitable[bool]]) -> bool:
-        """Hand in a result: again until the queue, or the one that took its place, has said that it came.
+        """Hand in a result, repeatedly until the queue, or the one that replaced it, has acknowledged it.
 
-        What the queue cannot take fails its lease alone.
+        A result that the queue refuses fails its lease alone.
 
         Raises:
-            WireError: The queue does not take that either.
+            WireError: The queue refuses the failure, too.
         """
         is_refused = False
         while True:
@@ -102,7 +104,7 @@ class LeaseWorker(ABC):
             try:
                 return await ask()
             except QueueTimeout as error:
-                logger.warning("a result is handed in again: %s", error)
+                logger.warning("handing in a result again: %s", error)
             except WireError as error:
                 if is_refused:
                     raise

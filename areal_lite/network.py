@@ -1,7 +1,7 @@
-"""Which addresses and ports of this machine a run's sockets use; nothing here knows Ray.
+"""The addresses and ports of this machine that a run's sockets use; nothing here knows Ray.
 
-Who opens a socket for other nodes asks for the machine's address in the run's network (`run.network`); who connects to
-one uses the address that the way there starts from. So nothing depends on host names, which often mean 127.0.0.1.
+A socket for other nodes listens at the machine's address in the run's network (`run.network`); a connection starts from
+the address that the route to its peer starts from. So nothing depends on host names, which often mean 127.0.0.1.
 """
 
 import ipaddress
@@ -16,9 +16,9 @@ from areal_lite.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 _EPHEMERAL = 32768
-"""Linux hands out ports from here on to whoever asks for any."""
+"""Linux gives ports from here on to programs that ask for any."""
 _CONTAINERS = re.compile(r"docker\d+|br-[0-9a-f]{12}|virbr\d+|podman\d+|cni\d+|lxcbr\d+")
-"""Bridges to containers and virtual machines of one host: other nodes may have the same address there."""
+"""Bridges to a host's own containers and virtual machines: other nodes may have the same address there."""
 
 
 def local_address(network: str | None) -> str:
@@ -27,7 +27,7 @@ def local_address(network: str | None) -> str:
     None = the run has one node, and needs loopback alone.
 
     Raises:
-        ConfigError: There is none, or one that other nodes do not reach.
+        ConfigError: There is none, or other nodes do not reach it.
     """
     if network is None:
         return LOOPBACK
@@ -61,7 +61,7 @@ def address_towards(peer: str) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((peer, 9))  # of a datagram socket: looks up the route, and no more
+            probe.connect((peer, 9))  # on a datagram socket this only looks up the route
         except OSError as error:
             here, to_do = socket.gethostname(), "set run.network to a subnet or interface that all nodes share"
             raise ConfigError(f"{here} must have a route to {peer}, got {error}: {to_do}") from error
@@ -74,19 +74,19 @@ def interface_of(address: str) -> str:
 
 
 def use_interface_of(address: str) -> None:
-    """Have gloo and NCCL, here and in child processes, use the interface of an address; a user's choice stays."""
+    """Make gloo and NCCL, here and in child processes, use the interface of an address; a user's choice stays."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface_of(address))
 
 
 def listen(address: str, ports: range) -> socket.socket:
-    """Return a socket that listens on a free port of a range: bound, as one that was only looked up may get lost.
+    """Return a socket that listens on a free port of a range: bound, as a port that is only looked up may be taken.
 
     Raises:
         ConfigError: No port is free, or the address is not this machine's.
     """
     problem: OSError | None = None
-    for port in random.Random().sample(ports, len(ports)):  # runs side by side seldom try the same one
+    for port in random.Random().sample(ports, len(ports)):  # so that runs side by side seldom try the same one
         try:
             return socket.create_server((address, port))
         except OSError as error:
@@ -97,7 +97,7 @@ def listen(address: str, ports: range) -> socket.socket:
 
 
 def listens(address: str, *, timeout_s: float, as_grpc: bool = False) -> bool:
-    """Whether somebody takes connections at `host:port`; one that does not exist counts as nobody.
+    """Return whether a server accepts connections at `host:port`; False as well if that is no address.
 
     Args:
         as_grpc: It must be a gRPC server without encryption, such as Ray's head.
@@ -117,7 +117,7 @@ def port_range(text: str) -> range:
     """Read a range of ports such as `20000-21999`, both ends included.
 
     Raises:
-        ValueError: It is none, or reaches up to those that Linux hands out by itself.
+        ValueError: It is no range, or reaches up to the ports that Linux gives away.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1024 <= int(first) <= int(last) < _EPHEMERAL):

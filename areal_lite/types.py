@@ -7,7 +7,7 @@ Shape letters: `G` samples of a prompt, `N` groups of a batch, `T` output tokens
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ Float32 = npt.NDArray[np.float32]
 
 _LARGEST = float(np.finfo(np.float32).max)
 GIVEN = -1
-"""In place of a version: tokens that no model produced, such as an environment's reply. They never train."""
+"""The version of tokens that no model produced, such as an environment's reply. They never train."""
 
 
 class StopReason(StrEnum):
@@ -31,7 +31,7 @@ class StopReason(StrEnum):
     STRING = "stop_string"
     """It completed a stop string, whose tokens are the last of `token_ids`."""
     LENGTH = "length"
-    """The token limit was reached; no end-of-sequence token is present."""
+    """The token limit was reached, without an end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +78,18 @@ class StepReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A verifier's word on one sample: a reward, or the reason there is none (never both)."""
+    """A verifier's result for one sample: a reward, or the reason why there is none (never both)."""
 
     reward: float | None = None
     """For the outcome."""
     step_rewards: tuple[StepReward, ...] = ()
-    """For steps on the way, beside `reward`."""
+    """For intermediate steps, beside `reward`."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the reward was made of, by name."""
+    """The parts of the reward, by name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures, by name."""
     feedback: str = ""
-    """Words for a person."""
+    """Text for people."""
     failure: str | None = None
     """Why there is no reward: the verifier gave none, or the sample could not be generated."""
 
@@ -105,14 +105,14 @@ class Score:
 
     @property
     def total(self) -> float | None:
-        """What the sample earned in all, outcome and steps: the number that groups are compared by."""
+        """Sum of outcome and step rewards: the number by which samples of a group are compared."""
         if self.reward is None or not self.step_rewards:
             return self.reward
         return self.reward + sum(step.value for step in self.step_rewards)
 
 
 def means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return means by name of figures that not everybody has, such as the parts of scores."""
+    """Return means by name, each over the mappings that have the name, such as the parts of scores."""
     values: dict[str, list[float]] = {}
     for name, value in chain.from_iterable(each.items() for each in figures):
         values.setdefault(name, []).append(value)
@@ -121,33 +121,33 @@ def means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion of a prompt, before or after it was scored; of several turns, where an environment answered."""
+    """One completion of a prompt, scored or not; with an environment it has several turns."""
 
     token_ids: Int32
     """[T] output tokens, end-of-sequence included: it is trained like any other. With an environment's replies."""
     logprobs: Float32
     """[T] log-probability of each token under the behaviour policy, temperature applied, in nats; 0 where `GIVEN`."""
     spans: tuple[VersionSpan, ...]
-    """Which version produced which tokens, as stamped by the engine, or `GIVEN`; covers 0..T without gaps."""
+    """The version that produced each token, as stamped by the engine, or `GIVEN`; covers 0..T without gaps."""
     stop_reason: StopReason
     text: str = ""
     """Decoded completion, special tokens left out."""
     messages: tuple[Mapping[str, str], ...] = ()
-    """The turns behind the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
+    """The turns after the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
     score: Score | None = None
-    """The verifier's word on it, or why it could not be generated; None before verification."""
+    """The verifier's result, or why it could not be generated; None before verification."""
     prompt_ids: tuple[int, ...] = ()
-    """What it was generated behind, where that is not the data row's prompt but an agent's own."""
+    """The prompt of an agent's own call, where it replaces the data row's; else empty."""
     branches: tuple["Sample", ...] = ()
-    """Further ways through the same rollout, where an agent's calls are a tree: each with its own `prompt_ids`, which
-    hold all that trains elsewhere, and no score. The rollout's reward is that of every way."""
+    """Further sequences of the same rollout, where an agent's calls form a tree. Each has `prompt_ids`, which repeat
+    the tokens that train in another sequence, and no score: the rollout's reward counts for all of them."""
     routes: npt.NDArray[Any] | None = None
     """[R, L, K] uint8 or uint16: the K experts of each of L layers that the engine chose for the R tokens before the
     last one, of prompt and completion or of their end; None without `rollout.replay_routes`."""
     role: ClassVar[str] = "assistant"
-    """Who speaks, where it is a turn of an episode."""
+    """The role of this turn in an episode."""
     is_given: ClassVar[bool] = False
-    """Whether it is an environment's turn."""
+    """Whether this turn of an episode is the environment's."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -158,7 +158,7 @@ class Sample:
             )
         edge = 0
         for span in self.spans:
-            edge = span.end if span.start == edge else -1  # behind a gap nothing fits
+            edge = span.end if span.start == edge else -1  # after a gap no span fits
         if edge != num_tokens:
             raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
         if self.spans[-1].version == GIVEN and (self.score is None or self.score.failure is None):
@@ -177,7 +177,7 @@ class Sample:
 
     @classmethod
     def lost(cls, failure: str) -> "Sample":
-        """Return what stands in a group for a sample that could not be generated: one given token, which never trains.
+        """Return a placeholder for a sample that could not be generated: one given token, which never trains.
 
         Args:
             failure: Why, short and countable.
@@ -191,29 +191,17 @@ class Sample:
         )
 
     def scored(self, score: Score) -> "Sample":
-        """Return the sample with a verifier's word on it in place of any it had."""
-        # Not `dataclasses.replace`, which takes twice as long.
-        return Sample(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            spans=self.spans,
-            stop_reason=self.stop_reason,
-            text=self.text,
-            messages=self.messages,
-            score=score,
-            prompt_ids=self.prompt_ids,
-            branches=self.branches,
-            routes=self.routes,
-        )
+        """Return the sample with this score in place of its own."""
+        return replace(self, score=score)
 
     @property
     def sequences(self) -> tuple["Sample", ...]:
-        """Itself and its branches: one row of a batch each."""
+        """Itself and its branches: each becomes a row of a batch."""
         return (self, *self.branches)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it could not be generated: nothing in it is the model's."""
+        """Whether it could not be generated: the model produced none of its tokens."""
         return all(span.version == GIVEN for span in self.spans)
 
     @property
@@ -223,18 +211,18 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest token that the model produced, on any way; None in a lost sample."""
-        versions = (span.version for way in self.sequences for span in way.spans if span.version != GIVEN)
+        """Version of the oldest token that the model produced, in any sequence; None in a lost sample."""
+        versions = (span.version for one in self.sequences for span in one.spans if span.version != GIVEN)
         return min(versions, default=None)
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
-        """What the steps on the way earned."""
+        """Rewards of intermediate steps."""
         return () if self.score is None else self.score.step_rewards
 
     @property
     def total_reward(self) -> float | None:
-        """What the sample earned in all; None before verification and where that failed."""
+        """Sum of outcome and step rewards; None before verification and where that failed."""
         return None if self.score is None else self.score.total
 
 
@@ -250,7 +238,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A loan of one group to a worker, alive while the worker's heartbeats name it."""
+    """One group lent to a worker; alive while the worker's heartbeats name it."""
 
     lease_id: str
     """Unique over the run; every later request about this work carries it."""
@@ -269,7 +257,7 @@ class Row:
     sample_index: int
     """0..G-1, the column of `Shard.rewards`."""
     is_branch: bool = False
-    """Whether it is a further way of a rollout that has another row."""
+    """Whether another row holds the sample itself."""
     minibatch: int
     """Which optimiser update of the step this row belongs to."""
     prompt_token_ids: tuple[int, ...]
@@ -278,7 +266,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one trainer rank gets of a batch: its own rows, and every group's rewards."""
+    """One trainer rank's part of a batch: its own rows, and every group's rewards."""
 
     batch_id: str
     rank: int

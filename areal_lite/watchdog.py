@@ -1,7 +1,7 @@
 """One watchdog over every wait (invariant I6): a deadline on progress, not on duration.
 
-The controller shows it a progress reading at every tick of a wait; when the reading has not changed for
-`timeout_s`, it raises with the name of whoever was late.
+The controller passes it a progress reading at every tick of a wait; when the reading has not changed for `timeout_s`,
+it raises an error that names the stuck process.
 """
 
 import time
@@ -11,7 +11,7 @@ from areal_lite.errors import StallError
 
 
 class Watchdog:
-    """Raises once a reading stands still for too long."""
+    """Raises once a reading has not changed for too long."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s, self._clock = timeout_s, clock
@@ -19,7 +19,7 @@ class Watchdog:
         self._since = clock()
 
     def restart(self) -> None:
-        """Begin a new wait."""
+        """Start a new wait."""
         self._since = self._clock()
 
     def check(self, reading: Hashable, *, waiting_for: str, culprit: Callable[[], str]) -> None:
@@ -28,7 +28,7 @@ class Watchdog:
         Args:
             reading: Anything that changes when there is progress.
             waiting_for: What this wait is for.
-            culprit: Describes who is late, on what, since when; called only on expiry.
+            culprit: Describes the stuck process, what it waits for and for how long; called only on expiry.
 
         Raises:
             StallError: The reading has been the same for `timeout_s`.

@@ -1,16 +1,16 @@
 """The wire form: values to bytes and back, for the sample queue and for what checkpoints keep of it.
 
-Called by the queue's server and clients and by whoever saves ledger state. It opens no socket and reads no file. A
-message is msgpack of `[SCHEMA_VERSION, value]`. Beyond what msgpack knows:
+Used by the queue's server and clients, and for ledger state in checkpoints. It opens no socket and reads no file. A
+message is msgpack of `[SCHEMA_VERSION, value]`. Beyond msgpack's own types:
 
     a dataclass of `types.py`        a map of its fields
     an enum member                   its value
     an array of one dimension        extension 1..12: its bytes; the number is the dtype's place in `ARRAY_DTYPES`
     any other array                  extension 0: [dtype, shape, bytes]
 
-Nothing is ever pickled, and a message does not say what it holds: whoever reads it says what is expected, as in
-`decode(data, list[Lease])`, and gets exactly that or a `WireError` with the place that is wrong. The work is done by
-msgspec, which restores a dataclass from its annotations many times faster than Python could.
+Nothing is ever pickled, and a message does not name its type: the reader names the expected one, as in
+`decode(data, list[Lease])`, and gets exactly that or a `WireError` with the place that is wrong. msgspec does the work:
+it restores a dataclass from its annotations many times faster than Python could.
 """
 
 import math
@@ -26,15 +26,15 @@ from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan
 
 SCHEMA_VERSION = 6
-"""Goes up with every change of the layout above or of a dataclass in `types.py`, but for a new field that may be left
-out: whoever does not know it passes over it.
+"""Goes up with every change of the layout above or of a dataclass in `types.py`, except for a new field with a default:
+a reader that does not know the field skips it.
 """
 
 ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 """numpy's names of the array dtypes that may travel."""
 
 Raw = msgspec.Raw
-"""As the type of a field: leave it as it came, for `as_type` to read once its type is known."""
+"""As the type of a field: leave it encoded, for `as_type` to read once its type is known."""
 
 _DTYPES = dict(enumerate(map(np.dtype, ARRAY_DTYPES), start=1))
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -60,25 +60,23 @@ def encode(value: Any) -> bytes:
         return _ENCODER.encode((SCHEMA_VERSION, _checked(value)))
     except _UNREADABLE as error:
         raise WireError(
-            f"a message holds plain values, numpy arrays and the dataclasses of areal_lite.types, got something else "
+            "a message holds plain values, numpy arrays and the dataclasses of areal_lite.types, got something else "
             f"({error}): convert it before sending"
         ) from error
 
 
-def decode(data: bytes, kind: Any = Any, *, max_bytes: int | None = None) -> Any:
+def decode(data: bytes, kind: Any = Any) -> Any:
     """Turn bytes made by `encode` into the value again. Arrays are read-only.
 
     Args:
         data: One message.
         kind: Type of the value; with `Any`, tuples come back as lists and dataclasses as dicts.
-        max_bytes: Longest message accepted; None = any.
 
     Raises:
-        WireError: Too long, truncated, malformed, of another schema version, or not of this kind.
+        WireError: Truncated, malformed, of another schema version, or not of this kind.
     """
-    if max_bytes is not None and len(data) > max_bytes:
-        raise WireError(f"a message may have {max_bytes} bytes, got {len(data)}: send less, or raise the limit")
-    version = SCHEMA_VERSION if data.startswith(_OURS) else schema_version(data)
+    # Of another version only the version is read: the rest may be unreadable.
+    version = SCHEMA_VERSION if data.startswith(_OURS) else _read(data, (Any, Raw))[0]
     if version != SCHEMA_VERSION:
         raise WireError(
             f"messages here have schema version {SCHEMA_VERSION}, got {version!r}: "
@@ -105,15 +103,6 @@ def as_type(value: Any, kind: Any) -> Any:
         raise WireError(str(error)) from error
 
 
-def schema_version(data: bytes) -> Any:
-    """Read only the schema version of a message, whatever it is.
-
-    Raises:
-        WireError: There is none to read.
-    """
-    return _read(data, (Any, Raw))[0]
-
-
 # Writing
 
 
@@ -136,7 +125,7 @@ def _checked(value: Any) -> Any:
 
 
 def _to_plain(value: Any) -> Any:
-    """Encoder's hook for what msgspec does not know: arrays, numpy scalars, other mappings."""
+    """Encoder's hook for types that msgspec does not know: arrays, numpy scalars, other mappings."""
     if isinstance(value, np.ndarray):
         little = value if value.dtype in _CODES else value.astype(value.dtype.newbyteorder("<"))
         if little.dtype not in _CODES:

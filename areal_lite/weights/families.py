@@ -1,36 +1,36 @@
-"""Fingerprints of parameters, by which a trainer and an engine find out whether they hold the same values.
+"""Fingerprints of parameters, to check that the trainer and an engine hold the same values.
 
-The fingerprint of a parameter is the sum of the squares of its values' bits, as integers modulo 2**64. It is exact: one
-value that moves by one unit in the last place shows. Fusing, sharding, packing and padding with zeros keep the sum,
-because both sides have the same numbers: vLLM makes one `qkv_proj` of `q_proj`, `k_proj` and `v_proj`, and the sums of
-the three add up to its. Values in another order keep it too; log-probabilities show those.
+The fingerprint of a parameter is the sum of the squares of its values' bits, as integers modulo 2**64. It is exact: it
+changes if one value moves by one unit in the last place. Fusing, sharding, packing and padding with zeros keep the sum,
+because both sides have the same numbers: vLLM makes one `qkv_proj` of `q_proj`, `k_proj` and `v_proj`, whose sums add
+up to its own. Values in another order keep it as well; log-probabilities show those.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the controller's process imports this module too, and has no use for torch
+if TYPE_CHECKING:  # the controller's process imports this module too, and does not need torch
     import torch
     from torch import Tensor
 
 Sums = Mapping[str, int]
 """Fingerprints by parameter."""
 Fused = Mapping[str, Sequence[str]]
-"""By what vLLM calls a fused layer, the layers it is made of."""
+"""The layers that vLLM has fused, by its name for the result."""
 
 _CHUNK = 2**20
 """Values whose bits are widened at a time, 16 MiB beside the parameter."""
 _BLOCK = 64
-"""Inputs at a time for which a packed layer is asked for its weights."""
-_OTHERS = "parameters that the engine names otherwise"
+"""Columns of a packed layer's weights that are computed at a time."""
+_OTHERS = "parameters with other names in the engine"
 
 
 class ParameterSquares:
-    """Becomes a part of vLLM's workers (`worker_extension_cls`)."""
+    """Mixed into vLLM's workers (`worker_extension_cls`)."""
 
     def parameter_squares(self: Any) -> tuple[dict[str, int], Fused]:
-        """Return the fingerprint of what this process holds of each parameter, and what vLLM has fused."""
+        """Return the fingerprint of this process's part of each parameter, and what vLLM has fused."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -42,14 +42,14 @@ class ParameterSquares:
             if isinstance(layer, LinearBase | ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 parts[f"{name}.weight"] = _computed_weight(layer, getattr(layer, "params_dtype", None) or dtype)
             if (replicas := getattr(layer, "num_kv_head_replicas", 1)) > 1 and layer.tp_rank % replicas:
-                # Another process has the same keys and values: of this one queries alone count.
+                # Another process has the same keys and values: in this one only queries count.
                 own = layer.num_heads * layer.head_size
                 parts |= {
                     one: [tensor[:own] for tensor in tensors]
                     for one, tensors in parts.items()
                     if one.startswith(f"{name}.")
                 }
-        # Quantised values are not those that were sent: under their own name nobody expects them to be equal.
+        # Quantised values differ from those that were sent: under another name they are not expected to be equal.
         narrow = {name for name, value in held.items() if value.numel() and value.dtype.itemsize < dtype.itemsize}
         sums = {
             f"{name}.quantised" if name in narrow else name: sum(int(bit_squares(part)) for part in tensors) % 2**64
@@ -61,7 +61,7 @@ class ParameterSquares:
 def bit_squares(value: "Tensor") -> "Tensor":
     """Return a tensor's fingerprint, an int64 number modulo 2**64, computed chunk by chunk.
 
-    Zeros do not count, nor do subnormal numbers, which some kernels flush to zero.
+    Zeros do not count; nor do subnormal numbers, which some kernels flush to zero.
     """
     import torch
 
@@ -75,10 +75,10 @@ def bit_squares(value: "Tensor") -> "Tensor":
 
 
 class PublishedValues:
-    """Remembers fingerprints of earlier publications, to find parameters that did not arrive in an engine.
+    """Keeps fingerprints of earlier publications, to find parameters that did not arrive in an engine.
 
-    What was equal once, in any engine, must stay equal. What an engine holds otherwise (quantised, transformed, under
-    another name) must change when the trainer's values do.
+    A parameter that was once equal, in any engine, must stay equal. One that an engine holds in another form
+    (quantised, transformed, under another name) must change when the trainer's values do.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PublishedValues:
         self._equal_once: set[str] = set()
 
     def missed(self, trainer: Sums, engines: Mapping[str, Sequence[tuple[Sums, Fused]]]) -> dict[str, list[str]]:
-        """Return, by engine, the parameters that a publication did not bring; only engines that miss any.
+        """Return the parameters that did not arrive, by engine; only engines that miss any.
 
         Args:
             trainer: Fingerprints of what was published, by the trainer's names.
@@ -108,7 +108,7 @@ class PublishedValues:
         return {engine: names for engine, names in found.items() if names}
 
     def unequal(self, engine: str) -> list[str]:
-        """Return the parameters that an engine held otherwise than the trainer when they were last compared."""
+        """Return the parameters that differed between an engine and the trainer in the last comparison."""
         return [name for name in _unequal(*self._before.get(engine, ({}, {}))) if name != _OTHERS]
 
 
@@ -126,7 +126,7 @@ def common_name(name: str, fused: Fused) -> str:
 
 
 def in_words(names: Iterable[str]) -> str:
-    """Return common names, the layers of a family together.
+    """Format common names, with the layers of a family together.
 
     >>> in_words(["0.mlp.up_proj.weight", "2.mlp.up_proj.weight", "norm.weight"])
     'mlp.up_proj.weight (layers 0, 2), norm.weight'
@@ -153,12 +153,12 @@ def _paired(trainer: Sums, processes: Sequence[tuple[Sums, Fused]]) -> tuple[Sum
         sent[common_name(name, fused)] += value
     for name in processes[0][0]:
         parts = [own[name] for own, _ in processes]
-        # What all processes have alike is not spread over them.
+        # Processes that hold equal values hold copies; unequal ones hold shards.
         held[common_name(name, fused)] += parts[0] if len(set(parts)) == 1 else sum(parts)
     both = sorted(sent.keys() & held.keys())
 
     def joined(sums: Sums) -> Sums:
-        # The trainer names a tied parameter twice, the engine maybe once.
+        # The trainer lists a tied parameter under both names, the engine perhaps under one.
         known = {sums[name] for name in both}
         others = sum(value for name, value in sums.items() if name not in both and value not in known)
         return {name: value % 2**64 for name, value in [*((name, sums[name]) for name in both), (_OTHERS, others)]}
@@ -171,7 +171,7 @@ def _unequal(sent: Sums, held: Sums) -> list[str]:
 
 
 def _computed_weight(layer: Any, dtype: "torch.dtype") -> Iterator["Tensor"]:
-    """Yield what a CPU's layer computes with, some inputs at a time: a packed copy, its parameter is empty or old."""
+    """Yield a CPU layer's packed weights, some columns at a time: its own parameter may be empty or outdated."""
     import torch
 
     widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))

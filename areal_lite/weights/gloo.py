@@ -1,12 +1,14 @@
 """The CPU transport: a vLLM weight-transfer engine over gloo, one engine per group.
 
 Trainer rank 0 and the processes of one engine form a group on a TCPStore of their own, so that an engine that dies
-touches nobody else. The parameters travel as one flat run of bytes. The receiving side stages, in a thread, so that
-the engine goes on generating: it takes everything, checks names, shapes, dtypes and a checksum, makes the new weights
-ready beside the old ones (`prepared.py`), and says so. Only `finish_weight_update`, which the hand-over calls in the
-pause, touches the model; after a broken transfer the old weights are whole.
+affects no other. The parameters travel as one flat run of bytes. The engine stages them in a thread while it keeps
+generating:
 
-Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
+    trainer: announce names, shapes, dtypes, checksum → broadcast → wait for the acknowledgement
+    engine:  compare with the first set → receive → compare the checksum → prepare (`prepared.py`) → acknowledge
+
+Only `finish_weight_update`, which the hand-over calls in the pause, changes the model; after a broken transfer the old
+weights are whole. Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
 """
 
 import math
@@ -71,7 +73,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _join(store: TCPStore, rank: int, info: "GlooInitInfo | GlooTrainerInitInfo") -> ProcessGroupGloo:
-    """Join a group from the address on the way to its store: gloo would take that of the host name, often 127.0.1.1."""
+    """Join a group from the address on the route to its store: gloo would take the host name's, often 127.0.1.1."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
     options._timeout = timedelta(seconds=info.join_timeout_s)
@@ -95,7 +97,7 @@ def _checksum(flat: torch.Tensor) -> int:
 
 
 def _acknowledge(group: ProcessGroupGloo, staged: bool = True) -> bool:
-    """Say whether this process of the engine holds everything (rank 0 always does); returns whether all do."""
+    """Exchange whether this process of the engine holds everything (rank 0 always does); returns whether all do."""
     answer = torch.tensor([staged], dtype=torch.uint8)
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # as torch has it
@@ -114,21 +116,21 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._group: ProcessGroupGloo | None = None
         self._receiving: Future[None] | None = None
         self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
-        """What was received: ready to be swapped in, or, where the model is not plain, as it came."""
+        """Received weights: ready to be swapped in or, if the model is not plain, as they arrived."""
         self._known: list[ParamMeta] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Form a new group with the trainer; an earlier one is given up.
+        """Form a new group with the trainer; an earlier one is dropped.
 
         Raises:
-            HandoverError: Layers of the model would be loaded wrongly, in silence.
+            HandoverError: Layers of the model would silently be loaded wrongly.
         """
-        from areal_lite.weights.prepared import is_plain  # as below: of no use to a trainer, and takes a second or two
+        from areal_lite.weights.prepared import is_plain  # here and below: a trainer does not need it, and it is slow
 
         if lost := [] if is_plain(self.model) else _packed_once(self.model):
             raise HandoverError(
-                f"an engine's layers must take new weights, but vLLM packs the experts of {len(lost)} layers as it "
-                f"starts and never again: {lost[:3]}; leave out what quantises them, or use a GPU"
+                f"an engine's layers must take new weights, but vLLM packs the experts of {len(lost)} layers at the "
+                f"start and never again: {lost[:3]}. Fix: remove what quantises them, or use a GPU"
             )
         timeout = timedelta(seconds=init_info.join_timeout_s)
         store = TCPStore(
@@ -138,16 +140,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._receiving = None
 
     def start_weight_update(self) -> None:
-        """Open an update; the model is not touched before everything has arrived."""
+        """Open an update; the model stays unchanged until everything has arrived."""
         self._staged, self._receiving = [], None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin to stage one full set of parameters, and return at once; called again, wait for it.
+        """Start to stage one full set of parameters, and return at once; a second call waits for the first.
 
         (The base class would synchronise an accelerator.)
 
         Raises:
-            HandoverError: Another set of parameters than before was announced, or, the second time, bytes were damaged.
+            HandoverError: The set differs from the earlier ones or, in the second call, bytes were damaged.
         """
         if self._receiving is None:
             self.receive_weights(self.parse_update_info(update_info))
@@ -155,10 +157,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             self._receiving.result()
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Check what is announced; receive, check and stage it in a thread.
+        """Compare the announced set with the earlier one; receive, check and stage it in a thread.
 
         Raises:
-            HandoverError: Another set of parameters than before was announced.
+            HandoverError: The sets differ.
         """
         if self._group is None:
             raise HandoverError("an update needs a transfer group, got none: call init_transfer_engine first")
@@ -190,15 +192,15 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             receiving.set_result(None)
         except Exception as error:
             receiving.set_exception(error)
-        # Last: what the trainer has the engine do next finds the answer there.
-        with suppress(RuntimeError):  # The pair is broken; the trainer sees that as well.
+        # Last: the trainer's next request to this engine needs the result to be there.
+        with suppress(RuntimeError):  # the pair is broken, as the trainer sees too
             _acknowledge(group, staged=receiving.exception() is None)
 
     def finish_weight_update(self) -> None:
-        """Load what was staged.
+        """Load the staged weights.
 
         Raises:
-            HandoverError: The set sent does not cover the model.
+            HandoverError: They do not cover the model, or there are none.
         """
         receiving, self._receiving = self._receiving, None
         if receiving is not None:
@@ -212,11 +214,11 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             staged.swap()
 
     def shutdown(self) -> None:
-        """Give up the group."""
+        """Drop the group."""
         self._group = None
 
     def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load layer by layer as vLLM does, which takes longer, but knows every kind of layer."""
+        """Load layer by layer as vLLM does, which takes longer but supports every kind of layer."""
         from vllm.model_executor.model_loader import reload
 
         from areal_lite.weights.prepared import check_covered
@@ -245,28 +247,20 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 def _packed_once(model: torch.nn.Module) -> list[str]:
-    """Names of expert layers that have a kernel: a reload leaves their weights unpacked (nats off on a CPU)."""
+    """Return the names of expert layers with a kernel: a reload leaves their weights unpacked (nats off on a CPU)."""
     methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
     return [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
 
 
 def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
-    before, after = {meta.name: meta for meta in known}, {meta.name: meta for meta in got}
-    missing, added = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
-    changed = [
-        f"{name} {_kind(before[name])} -> {_kind(after[name])}"
-        for name in sorted(before.keys() & after.keys())
-        if before[name] != after[name]
-    ]
-    return (
-        f"missing {missing[:3]}, new {added[:3]}, changed {changed[:3]}"
-        if missing or added or changed
-        else "another order"
+    """Name the first parameters that only one side has, by name, dtype and shape."""
+    before, after = (
+        {f"{meta.name} {str(meta.dtype).removeprefix('torch.')} {tuple(meta.shape)}" for meta in metas}
+        for metas in (known, got)
     )
-
-
-def _kind(meta: ParamMeta) -> str:
-    return f"{str(meta.dtype).removeprefix('torch.')} {tuple(meta.shape)}"
+    if before == after:
+        return "another order"
+    return f"missing {sorted(before - after)[:3]}, new {sorted(after - before)[:3]}"
 
 
 @dataclass
@@ -283,7 +277,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side: rank 0 and one engine. Other ranks only take part in gathering the source."""
+    """The trainer's side: rank 0 and one engine. Other ranks only help to gather the source."""
 
     init_info_cls = GlooTrainerInitInfo
 
@@ -295,7 +289,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def trainer_init(
         cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Form the pair: open a store, have the engine join it, join as rank 0."""
+        """Form the pair: open a store, let the engine join it, join as rank 0."""
         assert source is not None, "a pair needs a source"
         assert init_info.is_sender, "pairs are formed by rank 0"
         store = open_store(init_info.host, init_info.ports, timeout_s=init_info.join_timeout_s)
@@ -308,7 +302,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             try:
                 group = _join(store, 0, init_info)
             finally:
-                joined.result()  # The engine's own error says more than "timed out" here.
+                joined.result()  # the engine's own error is clearer than "timed out" here
         return cls(group=group, client=client, source=source)
 
     def send_weights(self) -> None:
@@ -320,7 +314,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         """Open an update and send everything; returns when the engine holds it. The engine may generate meanwhile.
 
         Raises:
-            HandoverError: The engine refused what it got, or did not get it; in its own words.
+            HandoverError: The engine refused the weights, or did not get them; the engine's own error.
         """
         assert self.source is not None
         metadata = self.source.metadata()
@@ -341,4 +335,4 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             staged = _acknowledge(self._group)
         finally:
             if not staged:
-                self.client.update_weights(info)  # Raises what the engine has to say, and closes the update.
+                self.client.update_weights(info)  # raises the engine's error, and closes the update

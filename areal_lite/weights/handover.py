@@ -1,21 +1,21 @@
 """The hand-over of weights to the engines, as one written order.
 
-Over a transport that stages (`gloo`) the engines receive while they generate, and are paused for the load alone:
+With a transport that stages (`gloo`) the engines receive while they generate, and pause only to load:
 
     1 send every parameter; the engines stage them
     2 each engine: pause, load what is staged, stamp the version      3 stamp the ledger      4 resume, at once
 
-Over one that loads as it receives (`nccl`, `ipc`):
+With one that loads as it receives (`nccl`, `ipc`):
 
-    1 pause all engines      2 send every parameter; the engines load them; where one fails, without it once more
+    1 pause all engines      2 send every parameter, which the engines load; if one fails, again without it
     3 stamp the version (engines, then the ledger)      4 resume, at once
 
-Nobody waits for the answer to `resume`, which comes late from an engine that has just got busy: it is heard at the next
-hand-over.
+The hand-over does not wait for the answers to `resume`, which come late from engines that are busy at once: the next
+hand-over collects them.
 
-The sending is vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version moves when
-every engine has the new weights and none has resumed, so that no group is admitted at v while an engine still
-generates with v - 1. An engine that fails any step is dropped from the group and never resumes; the others go on.
+Sending is vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version moves when
+every engine has the new weights and none has resumed, so that no group is admitted at v while an engine still generates
+with v - 1. An engine that fails a step is dropped from the group and never resumes; the others continue.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,14 +39,10 @@ class EngineGroup(Protocol):
         """Call all engines at once; the next `each` waits for them first."""
 
     def drop(self, name: str, reason: str) -> None:
-        """Give an engine up: end it, and let its work return to the queue."""
+        """Drop an engine: end it, and let its work return to the queue."""
 
     def raise_if_none(self) -> None:
-        """Raise when there is nobody left.
-
-        Raises:
-            HandoverError: No engine is left.
-        """
+        """Raise a `HandoverError` when no engine is left."""
 
 
 def hand_over(
@@ -59,12 +55,12 @@ def hand_over(
     interrupt: Interrupt,
     events: EventBuffer,
 ) -> None:
-    """Give all engines the trainer's present weights under a new version.
+    """Give all engines the trainer's current weights under a new version.
 
     Args:
         engines: The live engines.
         publish: Sends the weights to the live engines; returns per engine None or why it failed.
-        staged: Whether an engine that was sent the weights has them staged only, or loaded.
+        staged: Whether engines only stage what they are sent, or load it.
         stamp_ledger: Moves the ledger's version.
         version: The new version.
         interrupt: What a pause does to running samples.
@@ -81,7 +77,7 @@ def hand_over(
     else:
         engines.each("pause", interrupt)
         events.emit("handover_paused", version=version)
-        # They are one group: what broke for one has broken for all, and nobody has the weights whole.
+        # The engines are one group: a transfer that broke for one broke for all, and none has the weights whole.
         while _drop_failed(engines, publish()):
             engines.raise_if_none()
         events.emit("handover_published", version=version)
@@ -93,7 +89,7 @@ def hand_over(
 
 
 def _drop_failed(engines: EngineGroup, failures: Mapping[str, str | None]) -> bool:
-    """Drop who failed; whether there was anybody."""
+    """Drop the engines that failed; returns whether there were any."""
     failed = {name: reason for name, reason in failures.items() if reason is not None}
     for name, reason in failed.items():
         engines.drop(name, reason)

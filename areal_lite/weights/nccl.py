@@ -1,8 +1,8 @@
 """The GPU transport: vLLM's NCCL weight transfer, made to survive the death of an engine.
 
-Trainer rank 0 and all engines are one communicator, in which nobody goes on without the others, and NCCL knows no
-deadline. When the trainer learns that an engine failed, it aborts its side and says so in the store at which all met;
-engines look there while they receive, and abort theirs. Those that are left join anew (`handover.py`).
+Trainer rank 0 and all engines form one communicator, in which each waits for all others, and NCCL has no time-out. When
+the trainer learns that an engine failed, it aborts its side and sets a key in the store where the group was formed;
+engines poll that key while they receive, and abort theirs. The remaining ones form a new group (`handover.py`).
 
 Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
 """
@@ -31,14 +31,14 @@ from areal_lite.errors import HandoverError
 BUFFER_BYTES = 256 * 2**20
 """Size of one broadcast; both sides keep two of them on the GPU."""
 _POLL_S = 0.1
-"""How often a receiving engine looks whether the transfer was given up."""
+"""How often a receiving engine checks whether the transfer was aborted."""
 _GIVEN_UP = "areal-lite/given-up"
 _aborting = threading.Lock()
 
 
 @dataclass(kw_only=True)
 class NcclInitInfo(NCCLWeightTransferInitInfo):
-    """Where an engine finds the trainer, and how long all may take to come."""
+    """Where an engine finds the trainer, and how long all may take to join."""
 
     join_timeout_s: float
 
@@ -51,7 +51,7 @@ class NcclTrainerInitInfo(NCCLTrainerInitInfo):
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Call in a thread, which is left behind where it never returns, as when NCCL waits for a process that died."""
+    """Call in a thread, which is abandoned if it never returns, as when NCCL waits for a process that died."""
     future, device = Future[Any](), torch.accelerator.current_device_index()
 
     def run() -> None:
@@ -66,11 +66,11 @@ def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 
 def _abort(group: Any) -> None:
-    """Wake whoever waits in a communicator; its calls do nothing from now on.
+    """Wake all calls that wait in a communicator; later ones do nothing.
 
-    Not the group's own `destroy`: it lets calls through to a communicator that is being freed.
+    Not the group's own `destroy`, which lets calls through to a communicator that is being freed.
     """
-    with _aborting:  # NCCL frees a communicator that is aborted: the second of two threads must not
+    with _aborting:  # NCCL frees an aborted communicator: only one of two threads may abort it
         if group.disabled:
             return
         group.available, group.disabled = False, True
@@ -85,10 +85,10 @@ class NcclWeightTransferEngine(NCCLWeightTransferEngine):
     _is_open = False
 
     def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
-        """Join the trainer and the other engines; an earlier communicator is given up.
+        """Join the trainer and the other engines; an earlier communicator is dropped.
 
         Raises:
-            HandoverError: Somebody did not come in time.
+            HandoverError: A process did not join in time.
         """
         self.shutdown()
         joining = _in_thread(super().init_transfer_engine, init_info)
@@ -101,7 +101,7 @@ class NcclWeightTransferEngine(NCCLWeightTransferEngine):
             ) from None
 
     def start_weight_update(self) -> None:
-        """Open an update; what a broken one loaded is forgotten, or layers would count it as loaded."""
+        """Open an update. A broken one is closed first, or its layers would count as loaded."""
         if self._is_open:
             super().finish_weight_update()
         self._is_open = True
@@ -111,7 +111,7 @@ class NcclWeightTransferEngine(NCCLWeightTransferEngine):
         """Receive and load every parameter.
 
         Raises:
-            HandoverError: The transfer was given up: what was loaded is of no use before another one.
+            HandoverError: The transfer was aborted: the weights are not whole until another one succeeds.
         """
         group, done = self.model_update_group, threading.Event()
         watch = threading.Thread(target=_watch, args=(group, done), name="nccl-watch", daemon=True)
@@ -122,16 +122,16 @@ class NcclWeightTransferEngine(NCCLWeightTransferEngine):
             done.set()
             watch.join()
         if group is not None and group.disabled:
-            raise HandoverError("the transfer was given up, as another engine or the trainer failed in it")
+            raise HandoverError("the transfer was aborted, as another engine or the trainer failed in it")
 
     def finish_weight_update(self) -> None:
-        """Put the loaded layers into use."""
+        """Start to use the loaded layers."""
         super().finish_weight_update()
         self._is_open = False
 
 
 def _watch(group: Any, done: threading.Event) -> None:
-    """Abort once the trainer says so, or is gone; waits for nothing else, ended by `done`."""
+    """Abort once the trainer asks for it, or is gone; `done` ends the watch."""
     while group is not None and not done.wait(_POLL_S):
         given_up = True
         with suppress(Exception):
@@ -142,7 +142,7 @@ def _watch(group: Any, done: threading.Event) -> None:
 
 
 class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
-    """The trainer's side: rank 0 and all engines. Other ranks only take part in gathering the source."""
+    """The trainer's side: rank 0 and all engines. Other ranks only help to gather the source."""
 
     init_info_cls = NcclTrainerInitInfo
 
@@ -151,10 +151,10 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         """Form the group: the engines join while rank 0 waits in a thread of its own.
 
         Args:
-            client: Has the attribute `let_go`, and calls it when an engine failed, before it waits for the others.
+            client: Calls its attribute `let_go` when an engine failed, before it waits for the others.
 
         Raises:
-            HandoverError: Engines did not join; where rank 0 itself failed, with its error first.
+            HandoverError: Engines did not join; if rank 0 itself failed, its error comes first.
         """
         assert source is not None, "a group needs a source"
         engine = cls(
@@ -170,7 +170,7 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             try:
                 client.init_weight_transfer_engine(place | {"rank_offset": 1})
             except HandoverError as error:
-                # Those that wait for rank 0 are late, and whoever is dead makes it fail: both are told.
+                # Engines that wait for rank 0 are late, and a dead engine makes rank 0 fail: report both.
                 if opening.done() and (own := opening.exception()) is not None:
                     why = f"trainer rank 0 could not form the group ({type(own).__name__}: {own}); "
                     raise HandoverError(
@@ -187,7 +187,7 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         return engine
 
     def let_go(self) -> None:
-        """Wake everybody who waits in a transfer for an engine that failed."""
+        """Wake every process that waits in a transfer for an engine that failed."""
         if (group := self.model_update_group) is not None:
             with suppress(Exception):
                 group.group.store.set(_GIVEN_UP, "")
@@ -200,14 +200,14 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
         try:
             self._send(_chunks(self._checked_iter(source, meta), self.packed_buffer_size_bytes))
         except RuntimeError:
-            # NCCL itself noticed. The engines, who have not got everything, say who failed.
+            # NCCL noticed a failure itself. The engines, which have not received everything, report which one.
             self.let_go()
 
     def _send(self, chunks: Iterator[torch.Tensor]) -> None:
-        """Broadcast from a stream of its own; the next chunk is gathered meanwhile, on the stream of the caller.
+        """Broadcast from a stream of its own, while the next chunk is gathered on the caller's stream.
 
-        vLLM would gather on the streams it sends from. Here the trainer's collectives never wait there, and each is
-        complete before what it gathered is sent.
+        vLLM would gather on the streams that it sends from. Here the trainer's collectives never wait for a broadcast,
+        and each is complete before its result is sent.
         """
         group, sending = self.model_update_group, torch.cuda.Stream()
         in_flight = deque[torch.Tensor](maxlen=1)
@@ -221,7 +221,7 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
 
 def _chunks(parameters: Iterator[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[torch.Tensor]:
-    """Pack parameters as vLLM's engines expect it: a chunk ends with the parameter that takes it over `size_bytes`.
+    """Pack parameters as vLLM's engines expect: a chunk ends with the parameter that takes it over `size_bytes`.
 
     A large parameter that fills a chunk alone is sent from where it is.
     """
@@ -235,7 +235,7 @@ def _chunks(parameters: Iterator[tuple[str, torch.Tensor]], size_bytes: int) -> 
 
 
 def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Put parts into one tensor, and let go of them."""
+    """Join parts into one tensor, and empty the list."""
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
     return packed

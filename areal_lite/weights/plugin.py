@@ -1,13 +1,12 @@
-"""Registers our transports with vLLM: `gloo`, and `nccl` in the place of its own.
+"""Registers our transports with vLLM: `gloo`, and `nccl` in place of its own.
 
-vLLM calls `register` in every process it starts (entry point `vllm.general_plugins`), so that the
-engine-core process knows them as well.
+vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), the engine core included.
 """
 
 from areal_lite.rollout.engine_process import set_up_engine_process
 
 _CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
-"""Transports, by the module in this folder, and how the names of their classes begin."""
+"""Transports by module in this folder, with the prefix of their class names."""
 
 
 def register() -> None:

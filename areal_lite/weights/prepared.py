@@ -1,8 +1,8 @@
-"""New weights made ready beside a model that goes on generating, so that the pause only has to swap them in.
+"""New weights prepared beside a model that keeps generating, so that the pause only has to swap them in.
 
-vLLM's own reload takes a model's layers apart, loads them, and has each pack its weights: 17 ms for the smallest
-model, most of it book-keeping, and no token can be drawn meanwhile. Here the same loaders and the same packing run
-on a second set of layers, in the thread that received the weights; the live ones are untouched until `swap`.
+vLLM's own reload takes a model's layers apart, loads them, and has each pack its weights: 17 ms for the smallest model,
+most of it book-keeping, in which no token can be generated. Here the same loaders and the same packing run on a second
+set of layers, in the thread that received the weights; the live ones are untouched until `swap`.
 
 For models of plain, unquantised layers (`is_plain`); `gloo.py` reloads the others as vLLM does.
 """
@@ -26,7 +26,7 @@ _PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFuse
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether nothing is derived from the weights but the packed form of linear, embedding and expert layers."""
+    """Return whether only the packed form of linear, embedding and expert layers is derived from the weights."""
     return all(
         type(getattr(layer, "quant_method", None)) in (type(None), *_PACKING)
         and (type(layer) is Attention or not is_deferred_attention_layer(layer))
@@ -49,11 +49,11 @@ def check_covered(expected: Set[str], loaded: Iterable[str]) -> None:
 
 
 class PreparedWeights:
-    """A full set of weights in the form in which a model's layers keep them."""
+    """A full set of weights in the form that a model's layers keep."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load and pack; the model is only read.
+        """Load and pack without changing the model.
 
         Args:
             model: A vLLM model of plain layers.
@@ -75,7 +75,7 @@ class PreparedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Give them to the model; its parameters stay where they are in memory."""
+        """Copy them into the model, whose parameters keep their place in memory."""
         for layer, packed, new in self._layers:
             for name, parameter in _parameters(layer):
                 parameter.data.copy_(new[name])
@@ -83,7 +83,7 @@ class PreparedWeights:
 
 
 def _twins(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Pair every layer with one that shares all but its parameters; a parameter that two layers share stays shared."""
+    """Pair every layer with a twin that shares all but its parameters; parameters that layers share stay shared."""
     twins: dict[nn.Module | None, Any] = {layer: object.__new__(type(layer)) for layer in model.modules()}
     new: dict[int, torch.Tensor] = {}
     for layer in model.modules():
@@ -117,12 +117,12 @@ def _unloaded(layer: nn.Module, twin: nn.Module, name: str, parameter: torch.Ten
 
 
 def _pack(twin: Any) -> dict[str, Any]:
-    """Have a layer pack its weights; returns the attributes in which it keeps them."""
+    """Pack a layer's weights; returns the attributes that hold them."""
     quant_method = getattr(twin, "quant_method", None)
     if not isinstance(quant_method, _PACKING):
         return {}
     if isinstance(quant_method, UnquantizedFusedMoEMethod):
-        # Beside a kernel it would leave weights unpacked, which the CPU's kernel takes for packed: nats off.
+        # If it has a kernel it leaves weights unpacked, but the CPU's kernel expects packed ones: nats off.
         quant_method.moe_kernel = None  # the twin's own: it is a module below the layer
     before = dict(vars(twin))
     quant_method.process_weights_after_loading(twin)

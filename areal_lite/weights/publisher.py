@@ -1,7 +1,7 @@
 """The trainer's side of a publication: gather the parameters once, send them to every engine.
 
-Each trainer rank has one `WeightPublisher`; all ranks call `publish` together, because gathering a sharded
-parameter is a collective. Which transport is in use is known here and nowhere else in the trainer.
+Each trainer rank has one `WeightPublisher`; all ranks call `publish` together, because gathering a sharded parameter is
+a collective. No other file of the trainer knows which transport is in use.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,14 +24,14 @@ from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
 _COUNTER = slice(11, 13)
-"""Where the arguments of PyTorch's `rebuild_cuda_tensor` have the counter of receivers: its file, its place there."""
+"""The place of the receivers' counter (file and offset) in the arguments of PyTorch's `rebuild_cuda_tensor`."""
 
 
 class CastSource(WeightSource):
     """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks layer by layer.
 
-    Before them come the buffers that a checkpoint holds, as they are: vLLM has parameters for some of them, such as a
-    router's bias, and loads what a checkpoint holds.
+    The buffers that a checkpoint holds come first, in their own dtypes: vLLM has parameters for some of them, such as a
+    router's bias.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, everywhere: bool = False) -> None:
@@ -43,20 +43,20 @@ class CastSource(WeightSource):
         self._model, self._dtype, self._everywhere = model, dtype, everywhere
 
     def metadata(self) -> list[ParamMeta]:
-        """Names and full shapes; gathers nothing."""
+        """Return names, dtypes and full shapes; gathers nothing."""
         buffers = [ParamMeta(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in saved_buffers(self._model)]
         parameters = [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in model_parameters(self._model)]
         return buffers + parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather layer after layer: a collective."""
+        """Gather layer by layer: a collective."""
         parameters = whole_parameters(self._model, self._dtype, everywhere=self._everywhere)
         self._pairs: Iterator[tuple[str, torch.Tensor]] = chain(saved_buffers(self._model), parameters)
         return self._pairs
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather in the end what a sender that broke off has not: the other ranks do not know of it."""
+        """At the end gather the rest, if a sender stopped early: the other ranks do not know that it did."""
         iter(self)
         try:
             yield
@@ -74,7 +74,7 @@ class SnapshotSource(WeightSource):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the present parameters, and no longer than the block: a collective."""
+        """Hold the current parameters during the block: a collective."""
         self._tensors = list(self._source)
         try:
             yield
@@ -82,7 +82,7 @@ class SnapshotSource(WeightSource):
             self._tensors = []
 
     def metadata(self) -> list[ParamMeta]:
-        """Names and full shapes."""
+        """Return names, dtypes and full shapes."""
         return list(self._source.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,15 +91,15 @@ class SnapshotSource(WeightSource):
 
 
 class _PatientClient:
-    """Keeps the first failure of an `ipc` transfer to itself until it is over, and calls nobody after it.
+    """Keeps the first failure of an `ipc` transfer until the transfer is over, and makes no further calls.
 
-    The trainer's ranks wait for each other between the calls; one that raised would block the others forever.
+    The trainer's ranks wait for each other between the calls; a rank that raised would block the others forever.
     """
 
     def __init__(self, client: Any, blamed: Callable[[Exception], Mapping[str, str]]) -> None:
         self._client, self._blamed = client, blamed
         self.failures: Mapping[str, str] = {}
-        """Reasons, not the error: the frames of its traceback would hold the copies that were sent."""
+        """Reasons, not the error: its traceback would keep the copies that were sent alive."""
         self._handles: list[dict[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, method: str) -> Callable[..., None]:
@@ -117,7 +117,7 @@ class _PatientClient:
         return call
 
     def _release(self) -> None:
-        """Count copies as received: PyTorch keeps each until its receiver says so, and a dead one never does."""
+        """Mark copies as received: PyTorch keeps each until its receiver does that, and a dead one never will."""
         for handle in self._handles:
             for arguments in handle.values():
                 with suppress(Exception):  # the engine that was alive has received it, and the counter is gone
@@ -127,8 +127,8 @@ class _PatientClient:
 class WeightPublisher:
     """Sends the trainer's parameters to all connected engines.
 
-    Over `gloo` trainer rank 0 forms one pair with each engine, so that a dead engine touches nobody else. Over
-    `nccl` and `ipc` there is one group of rank 0 and all engines, which is formed anew when one of them fails.
+    Over `gloo` trainer rank 0 forms one pair with each engine, so that a dead engine affects no other. Over `nccl` and
+    `ipc` rank 0 and all engines form one group, and a new one when an engine fails.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class WeightPublisher:
         timeout_s: float,
         join_timeout_s: float = 30.0,
     ) -> None:
-        """Connect nobody yet.
+        """Connect no engine yet.
 
         Args:
             host: Address of this machine at which engines find rank 0.
@@ -165,12 +165,12 @@ class WeightPublisher:
 
         Args:
             clients: A weight-sync client per engine name.
-            kept: Those of them that are connected already; another of the same name may be a successor.
-            group_client: One client that speaks to all of them.
+            kept: Those that stay connected; a restarted engine has its predecessor's name, and is not among them.
+            group_client: One client for all of them.
             num_engine_ranks: Processes that hold a model, over all engines.
 
         Returns:
-            Per engine None, or why it could not be connected; in a group nobody is then.
+            Per engine None, or why it could not be connected; in a group, none is connected then.
         """
         failures: dict[str, str | None] = dict.fromkeys(clients)
         if self._transport != "gloo":
@@ -197,13 +197,13 @@ class WeightPublisher:
         return failures
 
     def publish(self) -> dict[str, str | None]:
-        """Send the present parameters to all engines; every rank calls this.
+        """Send the current parameters to all engines; every rank calls this.
 
         Over `gloo` the engines only stage them, and may generate meanwhile; over `nccl` and `ipc` they load them.
 
         Returns:
-            Per engine None, or why it failed (on rank 0; what others return says nothing). Where one of a group failed,
-            the others have loaded nothing whole.
+            Per engine None, or why it failed (meaningful on rank 0 only). If one of a group failed, none of the group
+            has the weights whole.
         """
         if self._transport != "gloo":
             failures: dict[str, str | None] = dict.fromkeys(self._members)
@@ -228,7 +228,7 @@ class WeightPublisher:
         return sums | {name.replace(".base_layer.", "."): sums[first] for name, first in tied if first in sums}
 
     def _blamed(self, error: Exception) -> Mapping[str, str]:
-        """Return who failed and why: of a group that broke, all where nobody is named."""
+        """Return the engines that failed, and why; all of a broken group, if the error names none."""
         named = error.engines if isinstance(error, HandoverError) else {}
         return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
 
@@ -261,13 +261,13 @@ class WeightPublisher:
         return sender
 
     def _free_port(self) -> int:
-        """Look a port up; vLLM takes none that is bound already."""
+        """Return a port that is free now; vLLM takes none that is bound already."""
         with listen(self._host, self._ports) as probe:
             return int(probe.getsockname()[1])
 
 
 def _failure(send: Callable[[], None]) -> str | None:
-    """Send to one receiver; its failure is data, so that the other receivers go on."""
+    """Send to one receiver; returns its failure, so that the other receivers are served."""
     try:
         send()
     except Exception as error:

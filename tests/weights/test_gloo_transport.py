@@ -235,14 +235,8 @@ def test_layers_that_a_reload_would_leave_wrong_are_refused_by_name_before_anyth
     """Seen failing without the check."""
     engine = TinyModel(seed=2)
     vars(engine.linear)["quant_method"] = SimpleNamespace(moe_kernel=object())
-    with pytest.raises(HandoverError, match=r"experts of 1 layers .*\['linear'\]; leave out"):
+    with pytest.raises(HandoverError, match=r"experts of 1 layers .*\['linear'\]\. Fix: remove"):
         make_sender(LocalClient(make_engine(engine)), ModuleSource(TinyModel(seed=1)), timeout_s=2.0)
-
-
-def test_bfloat16_travels_as_it_is() -> None:
-    trainer, engine = TinyModel(seed=1).bfloat16(), TinyModel(seed=2).bfloat16()
-    make_sender(LocalClient(make_engine(engine)), ModuleSource(trainer)).send_weights()
-    assert same(weights_of(engine), weights_of(trainer))
 
 
 def test_a_packed_copy_of_a_tied_embedding_is_made_anew() -> None:
@@ -278,20 +272,6 @@ def test_the_engine_is_free_while_it_receives() -> None:
 # --- what is refused ---
 
 
-def test_nothing_is_loaded_before_everything_has_arrived() -> None:
-    """The model is untouched between the last byte and the close. Seen failing with `load_weights` in `receive`."""
-    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    before = weights_of(engine)
-
-    class Watching(LocalClient):
-        def finish_weight_update(self, weight_version: str | None = None) -> None:
-            assert same(weights_of(engine), before)
-            super().finish_weight_update()
-
-    make_sender(Watching(make_engine(engine)), ModuleSource(trainer)).send_weights()
-    assert same(weights_of(engine), weights_of(trainer))
-
-
 def test_damaged_bytes_are_refused_and_a_new_pair_sets_it_right() -> None:
     """The old weights stay whole. Seen failing without the checksum."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
@@ -309,10 +289,10 @@ def test_damaged_bytes_are_refused_and_a_new_pair_sets_it_right() -> None:
     ("changes", "difference"),
     [
         ({"names": ["embed.weight", "linear.weight", "linear.b", "norm.weight", "norm.bias"]},
-         r"missing \['linear\.bias'\], new \['linear\.b'\]"),
+         r"missing \['linear\.bias float32 \(4,\)'\], new \['linear\.b float32 \(4,\)'\]"),
         ({"shapes": [[5, 3], [3, 4], [4], [4], [4]]},
-         r"changed \['linear\.weight float32 \(4, 3\) -> float32 \(3, 4\)'\]"),
-        ({"dtype_names": ["float32"] * 4 + ["float64"]}, r"changed \['norm\.bias float32 \(4,\) -> float64 \(4,\)'\]"),
+         r"missing \['linear\.weight float32 \(4, 3\)'\], new \['linear\.weight float32 \(3, 4\)'\]"),
+        ({"dtype_names": ["float32"] * 4 + ["float64"]}, r"new \['norm\.bias float64 \(4,\)'\]"),
         ({"names": ["embed.weight", "linear.weight", "linear.bias", "norm.bias", "norm.weight"]}, "another order"),
     ],
 )  # fmt: skip
@@ -334,7 +314,7 @@ def test_the_sender_tells_the_engines_reason_not_its_own_timeout() -> None:
     client = LocalClient(make_engine(engine))
     make_sender(client, ModuleSource(trainer)).send_weights()
     longer = FakeSource(weights_of(trainer) | {"more.weight": torch.zeros(2**20)})
-    with pytest.raises(HandoverError, match=r"new \['more\.weight'\]"):
+    with pytest.raises(HandoverError, match=r"new \['more\.weight float32 \(1048576,\)'\]"):
         make_sender(client, longer, timeout_s=SHORT_S).send_weights()
 
 
@@ -393,10 +373,17 @@ def test_an_engine_that_cannot_join_is_told_by_its_own_error() -> None:
 # --- the publisher: several engines, a pair each ---
 
 
-def make_publisher(model: nn.Module) -> WeightPublisher:
-    return WeightPublisher(
-        model, transport="gloo", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-    )
+def make_publisher(model: nn.Module, *, dtype: torch.dtype = torch.float32, **changes: Any) -> WeightPublisher:
+    options = {"transport": "gloo", "rank": 0, "host": HOST, "ports": PORTS, "timeout_s": TIMEOUT_S}
+    return WeightPublisher(model, dtype=dtype, **options | changes)
+
+
+def publish(publisher: WeightPublisher, engine: nn.Module) -> None:
+    """Connect one engine, publish to it and have it load."""
+    client = LocalClient(make_engine(engine))
+    assert publisher.connect({"a": client}, group_client=None, num_engine_ranks=1) == {"a": None}
+    assert publisher.publish() == {"a": None}
+    client.finish_weight_update()
 
 
 def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
@@ -445,10 +432,7 @@ def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
             both.wait(TIMEOUT_S)
 
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    publisher = WeightPublisher(
-        trainer, transport="gloo", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S,
-        join_timeout_s=SHORT_S,
-    )  # fmt: skip
+    publisher = make_publisher(trainer, join_timeout_s=SHORT_S)
     clients = {"a": Waiting(make_engine(engine)), "b": Silent(make_engine(TinyModel(seed=3)))}
     begun = time.monotonic()
     failures = publisher.connect(clients, group_client=None, num_engine_ranks=2)
@@ -474,13 +458,8 @@ def test_what_is_published_waits_for_the_pause() -> None:
 def test_weights_are_cast_once_for_the_engines() -> None:
     """fp32 masters are published in the engines' dtype. Seen failing with the masters' own dtype announced."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2).bfloat16()
-    publisher = WeightPublisher(
-        trainer, transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-    )
-    client = LocalClient(make_engine(engine))
-    publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
-    assert publisher.publish() == {"a": None}
-    client.finish_weight_update()
+    publisher = make_publisher(trainer, dtype=torch.bfloat16)
+    publish(publisher, engine)
     expected = {name: tensor.bfloat16() for name, tensor in weights_of(trainer).items()}
     assert same(weights_of(engine), expected)
 
@@ -505,13 +484,8 @@ def test_a_buffer_that_checkpoints_hold_is_published_as_it_is() -> None:
     for name, parameter in engine.named_parameters():
         if name != "bias":
             parameter.data = parameter.data.bfloat16()
-    publisher = WeightPublisher(
-        trainer, transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-    )
-    client = LocalClient(make_engine(engine))
-    publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
-    assert publisher.publish() == {"a": None}
-    client.finish_weight_update()
+    publisher = make_publisher(trainer, dtype=torch.bfloat16)
+    publish(publisher, engine)
     assert torch.equal(engine.bias, trainer.bias)
     assert torch.equal(engine.embed.weight, trainer.embed.weight.bfloat16())
     assert set(publisher.squares()) == set(dict(engine.named_parameters()))
@@ -527,20 +501,15 @@ def test_cast_parameters_are_held_no_longer_than_they_are_sent(monkeypatch: pyte
             yield name, tensor
 
     monkeypatch.setattr(publisher_module, "whole_parameters", noted)
-    publisher = WeightPublisher(
-        TinyModel(seed=1), transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-    )
+    publisher = make_publisher(TinyModel(seed=1), dtype=torch.bfloat16)
     engine = TinyModel(seed=2).bfloat16()
-    publisher.connect({"a": LocalClient(make_engine(engine))}, group_client=None, num_engine_ranks=1)
-    assert publisher.publish() == {"a": None}
+    publish(publisher, engine)
     assert len(gathered) == len(weights_of(engine))
     assert not [one for one in gathered if one() is not None]
 
 
 def test_other_ranks_only_take_part_in_gathering() -> None:
-    publisher = WeightPublisher(
-        TinyModel(seed=1), transport="gloo", dtype=torch.float32, rank=1, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-    )
+    publisher = make_publisher(TinyModel(seed=1), rank=1)
     client = LocalClient(make_engine(TinyModel(seed=2)))
     assert publisher.connect({"a": client}, group_client=None, num_engine_ranks=1) == {"a": None}
     assert publisher.publish() == {}

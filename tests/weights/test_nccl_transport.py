@@ -147,7 +147,7 @@ class Run:
         trainer: nn.Module | None = None,
     ) -> None:
         monkeypatch.setattr(calls_module, "ray", ThreadRay())
-        monkeypatch.setattr(engine_client, "_LET_GO_S", SHORT_S)
+        monkeypatch.setattr(engine_client, "_RELEASED_S", SHORT_S)
         monkeypatch.setattr(engines_module.ray, "kill", lambda engine: engine.die())
         # One parameter each, so that a transfer can break off with some layers loaded.
         monkeypatch.setattr(nccl, "BUFFER_BYTES", 1)

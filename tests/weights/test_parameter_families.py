@@ -167,7 +167,7 @@ def test_what_an_engine_never_held_alike_must_change_when_it_is_published() -> N
     assert missed(2, 3, 31, 41) == []
     assert missed(2, 3, 31, 41) == []
     assert missed(2, 4, 31, 41) == ["0.mixer.in_proj.weight"]
-    assert missed(3, 4, 31, 41) == ["parameters that the engine names otherwise"]
+    assert missed(3, 4, 31, 41) == ["parameters with other names in the engine"]
 
 
 def test_a_tied_output_layer_is_compared_where_the_engine_has_a_copy_of_it() -> None:
