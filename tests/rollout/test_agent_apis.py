@@ -11,13 +11,11 @@ import anthropic
 import httpx
 import openai
 import pytest
+from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, TOOLS_TEMPLATE, own, say, trained, user
+from chat_builders import CHATML, make_tokenizer
 from episode_builders import Speaker
-from test_agents import ADD, CALL, TOOLS_TEMPLATE, own, say, trained, user
-from test_workflow_chat import CHATML, make_tokenizer
 
-HERMES = {"rollout": {"tool_parser": "hermes"}, "template": TOOLS_TEMPLATE}
 SAID = ["so " + CALL, "it is 3"]
-CLAUDE_ADD = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 
 
 def rendered(messages: list[dict[str, Any]], tools: list[Any]) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_builders import trained
 from episode_builders import Speaker, load, make_prompt, run
-from test_agents import trained
 from user_run import alive
 
 from areal_lite.config.recipe import parse_config

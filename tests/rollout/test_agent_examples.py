@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from agent_builders import trained
 from places import ROOT
-from test_agents import trained
 
 from areal_lite.config.plugins import find_function
 from areal_lite.rollout.commands import run_command

@@ -10,10 +10,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, own, say, train, trained, user
+from chat_builders import CHATML, make_tokenizer
 from episode_builders import Speaker, load
-from test_agent_apis import CLAUDE_ADD, HERMES
-from test_agents import ADD, CALL, own, say, train, trained, user
-from test_workflow_chat import CHATML, make_tokenizer
 
 from areal_lite.errors import EpisodeError
 from areal_lite.rollout.api_fields import Refusal

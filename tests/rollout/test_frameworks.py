@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_builders import TOOLS_TEMPLATE
 from episode_builders import Speaker, make_prompt
-from test_agents import TOOLS_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

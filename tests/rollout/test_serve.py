@@ -11,9 +11,9 @@ from typing import Any
 
 import openai
 import pytest
+from chat_builders import CHATML, make_tokenizer
 from episode_builders import Speaker
 from rich.console import Console
-from test_workflow_chat import CHATML, make_tokenizer
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError

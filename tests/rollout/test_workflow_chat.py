@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from chat_builders import CHATML, ENDLESS, LONG, PLAIN, THINKING, make_chat_prompt, make_tokenizer
 from episode_builders import UNCUT, Speaker, given_mask, load, play, spans_of
 
 from areal_lite.data.demonstrations import PRINTABLE
@@ -15,53 +16,7 @@ from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.types import Prompt, Sample
 
-CHATML = (
-    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif %}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-"""As Qwen's: a system message of its own, every message between two marks."""
-PLAIN = (
-    "{% for m in messages %}{% if m.role == 'user' %}Q{{ loop.index }}: {{ m.content }} A:{% else %}{{ m.content }}"
-    "<|im_end|> {% endif %}{% endfor %}"
-)
-"""Small, without a generation prompt of its own; it numbers the messages."""
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if m.role == 'user' or loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Cuts the thoughts of earlier turns, as templates of thinking models do."""
-ENDLESS = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-"""Writes no end-of-sequence token."""
-
 Messages = Sequence[Mapping[str, str]]
-
-
-def make_tokenizer(template: str) -> Any:
-    tokenizer = build_char_tokenizer(PRINTABLE)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def make_chat_prompt(tokenizer: Any, text: str) -> Prompt:
-    """As `data.chat=true` makes it."""
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return Prompt(
-        prompt_id="chat/0/0",
-        text=rendered,
-        token_ids=tuple(ids),
-        answer="",
-        row={"prompt_messages": [{"role": "user", "content": text}]},
-    )
 
 
 def converse(template: str, answers: list[str], *, sampling: Sampling = UNCUT) -> tuple[Any, Prompt, Sample, Speaker]:
@@ -82,9 +37,6 @@ def chat_of(sample: Sample) -> list[dict[str, str]]:
     roles = {"environment": "user", "assistant": "assistant"}
     turns = [{"role": roles[m["role"]], "content": m["content"]} for m in sample.messages]
     return [{"role": "user", "content": "Guess answer0!"}, *turns]
-
-
-LONG = Sampling(max_new_tokens=1000, temperature=1.0)
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])

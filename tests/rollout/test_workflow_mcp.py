@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_agents import TOOLS_TEMPLATE, trained
+from agent_builders import TOOLS_TEMPLATE, trained
 
 from areal_lite.errors import EpisodeError
 from areal_lite.rollout.engine import Sampling

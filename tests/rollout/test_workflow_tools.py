@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 import pytest
+from chat_builders import CHATML, make_chat_prompt, make_tokenizer
 from episode_builders import UNCUT, Speaker, load, play
-from test_workflow_chat import CHATML, make_chat_prompt, make_tokenizer
 
 from areal_lite.errors import PluginError
 from areal_lite.rollout.engine import Sampling

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from chat_builders import CHATML, make_tokenizer
 from episode_builders import TOKENIZER, Speaker, load, run
-from test_workflow_chat import CHATML, make_tokenizer
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.data.prompts import load_source
