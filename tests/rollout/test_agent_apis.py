@@ -1,4 +1,4 @@
-"""What agents may speak, by the public SDKs: tools, streams, Anthropic's messages, OpenAI's responses, retries."""
+"""The agents' APIs by the public SDKs: tools, streams, Anthropic's messages, OpenAI's responses, retries."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def rendered(messages: list[dict[str, Any]], tools: list[Any]) -> str:
 
 
 def check_calls(sample: Any, speaker: Any) -> None:
-    """Two calls on one way: the second behind the exact tokens of the first and the tool's answer alone."""
+    """Two calls on one way: the second after the exact tokens of the first and the tool's answer alone."""
     assert sample.branches == ()
     contexts = [speaker.tokenizer.decode(context) for context in speaker.contexts]
     assert contexts[0] == rendered([user("1+2?")], [ADD])
@@ -176,8 +176,8 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
     assert "hm</think>yes<|im_end|>" in speaker.tokenizer.decode(speaker.contexts[1])
 
 
-def test_streams_tell_thoughts_and_what_ended_them() -> None:
-    """In every API's own way, and an answer that says nothing. Seen failing without `reasoning` in chunks."""
+def test_streams_contain_thoughts_and_the_stop_reason() -> None:
+    """In every API's own form, and an empty answer. Seen failing without `reasoning` in chunks."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         asked = {"model": "m", "messages": [user("a")]}
@@ -202,7 +202,7 @@ def test_streams_tell_thoughts_and_what_ended_them() -> None:
 
 
 def test_a_retry_is_answered_from_the_record() -> None:
-    """By the SDK's header, by an idempotency key, and the same again where nobody heard the first answer.
+    """By the SDK's header, by an idempotency key, and by its body if no client received the first answer.
 
     Seen failing with every request a call of its own.
     """
@@ -242,7 +242,7 @@ def test_a_retry_is_answered_from_the_record() -> None:
 @pytest.mark.parametrize(
     ("over", "ending"), [("sockets", "cancel"), ("no sockets", "cancel"), ("no sockets", "timeout")]
 )
-def test_an_answer_that_nobody_heard_does_not_train(over: str, ending: str) -> None:
+def test_an_answer_that_no_client_received_does_not_train(over: str, ending: str) -> None:
     """Seen failing with calls that are kept as they end, and (timeout) without the client's."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:

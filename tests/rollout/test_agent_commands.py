@@ -1,4 +1,4 @@
-"""Agents that are programs: what they are told, what they print, and how they end."""
+"""Agents that are programs: their input, their output, and how they end."""
 
 import asyncio
 import functools
@@ -118,7 +118,7 @@ while not os.path.exists({file!r}):
 
 
 @pytest.mark.parametrize("ending", ["time.sleep(3600)", "print(1)"])
-def test_whatever_a_program_started_ends_with_it(tmp_path: Path, ending: str) -> None:
+def test_all_that_a_program_started_ends_with_it(tmp_path: Path, ending: str) -> None:
     """One that forks into another session, and never ends or ends at once.
 
     Seen failing with its own process alone killed.
@@ -170,7 +170,7 @@ print(json.dumps({{"reward": float(said == "12"), "seen": len(found) + ("AREAL_S
 def test_a_program_in_the_sandbox_reaches_the_model_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file of anybody's, no server beside the model's, no variable, no process. Without it all are there.
+    """No other file, server, variable or process. Without the sandbox all are visible.
 
     Seen failing with the network shared, and with the whole file system in view.
     """

@@ -22,10 +22,10 @@ FOLDER = ROOT / "examples" / "agents"
     ],
 )
 @pytest.mark.parametrize(("says", "reward"), [("#12", 1.0), ("=2#2", 0.0), ("7#12 13+1", 0.0)])
-def test_the_calculator_goes_on_where_a_turn_ends_with_a_question(
+def test_the_calculator_answers_a_turn_that_ends_with_a_question(
     agent: Callable[..., Any], says: str, reward: float
 ) -> None:
-    """Its words never train, all others do. Seen failing with a text sent anew without them."""
+    """Its words never train, all others do. Seen failing with a prompt sent without them."""
     sample, _ = trained(agent, ["3+4?", ";7+5?", says], template=None)
     assert sample.score is not None
     assert sample.score.reward == reward

@@ -1,4 +1,4 @@
-"""Requests as real clients send them: what is honoured, ignored, refused, and how long anybody waits for it."""
+"""Requests as real clients send them: what is honoured, ignored or refused, and how long clients wait."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ async def post(llm: Any, api: str, body: Mapping[str, Any] | bytes, **headers: s
 
 
 def refusal(response: httpx.Response) -> dict[str, Any]:
-    """Return the error of a response that must be one that nobody sends again."""
+    """Return the error of a response that tells clients not to retry."""
     assert response.headers["x-should-retry"] == "false", response.text
     error: dict[str, Any] = response.json()["error"]
     assert response.json()["type"] == "error"
@@ -96,7 +96,7 @@ def test_a_streamed_text_and_a_tool_call_come_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
-def test_who_wants_one_call_at_a_time_gets_one(api: str) -> None:
+def test_a_client_that_wants_one_tool_call_at_a_time_gets_one(api: str) -> None:
     """And the tokens of the other stay in the context. Seen failing: both came back, or the wish was refused."""
 
     async def scenario(llm: Any) -> None:

@@ -1,4 +1,4 @@
-"""Agents over real sockets and the public SDKs: what is captured, what trains, and what they are told."""
+"""Agents over real sockets and the public SDKs: what is captured, what trains, and which errors they see."""
 
 import asyncio
 import subprocess
@@ -22,7 +22,7 @@ from areal_lite.types import Sample
 def test_twenty_turns_train_the_tokens_that_were_sampled() -> None:
     """Ids captured are ids trained, byte for byte, on one way: also of thoughts that the template would cut.
 
-    Seen failing with contexts that are rendered anew each time.
+    Seen failing with contexts that are rendered again each time.
     """
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
@@ -70,7 +70,7 @@ def test_history_that_was_rewritten_is_a_branch() -> None:
 
 
 def test_the_same_again_on_purpose_is_a_sibling_and_shared_tokens_train_once() -> None:
-    """Two answers behind one beginning: the beginning is a prompt in the second way.
+    """Two answers after the same calls: these calls are the prompt of the second path.
 
     Seen failing with every way from its root: the first answer trains twice.
     """
@@ -92,7 +92,7 @@ def test_the_same_again_on_purpose_is_a_sibling_and_shared_tokens_train_once() -
 
 
 def test_two_agents_in_one_rollout_do_not_interleave() -> None:
-    """Each goes on from its own answers, however their calls meet. Seen failing with answers that are not compared."""
+    """Each continues its own answers, in any order of calls. Seen failing with answers that are not compared."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         async def one(name: str) -> None:
@@ -198,8 +198,8 @@ def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end(
     assert all(isinstance(sample, Sample) for sample in samples), samples
 
 
-def test_text_completions_go_on_from_exact_tokens() -> None:
-    """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded anew."""
+def test_text_completions_continue_from_exact_tokens() -> None:
+    """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded again."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         first = await llm.client.completions.create(model="m", prompt="Q: ")
@@ -293,7 +293,7 @@ def test_a_proxy_of_the_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_text_asked_again_after_an_empty_answer_is_a_branch() -> None:
-    """Seen failing: it went on behind the empty answer's end token."""
+    """Seen failing: it continued after the empty answer's end token."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         for _ in range(2):
@@ -342,7 +342,7 @@ def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
 
 
 def test_stop_strings_are_not_shown_but_train() -> None:
-    """Seen failing with an engine that is not told of them."""
+    """Seen failing with an engine that does not get them."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         messages = [user("a")]

@@ -1,6 +1,6 @@
-"""What `rollout` says in vLLM's words: what vLLM takes goes through, the rest is found before an engine starts.
+"""vLLM's own settings in `rollout`: valid ones reach vLLM, the others are found before an engine starts.
 
-And what is told of an engine that wanted memory.
+And the error of an engine that ran out of memory.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:
     check_engine_arguments(make_config({"lora_dtype": "auto", "quantization_config": {}}))
 
 
-def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it was doing. Seen failing without the kernel's word in each place, with vLLM's own errors, and without
     these as the cause.
     """

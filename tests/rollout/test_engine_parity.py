@@ -1,6 +1,6 @@
 """I4 and the contract of the weight transports: right after a publication the engine is the trainer's model.
 
-One vLLM engine per transport and architecture, in this process. Over `gloo` also: what a broken transfer leaves behind.
+One vLLM engine per transport and architecture, in this process. Over `gloo` also: the state after a broken transfer.
 """
 
 import asyncio
@@ -257,10 +257,10 @@ def test_an_engine_of_two_processes_gets_every_parameter(tmp_path: Path) -> None
 
 
 @every_transport
-def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair: Pair) -> None:
+def test_a_sample_across_a_publication_names_the_weights_of_each_token(pair: Pair) -> None:
     """I3: each span's log-probabilities are those of the version it names, temperature included.
 
-    Over gloo the samples go on while the new weights are received and made ready. Seen failing with a pause that keeps
+    Over gloo the samples continue while the new weights are received and staged. Seen failing with a pause that keeps
     the caches.
     """
     publisher = pair.connect()
@@ -287,7 +287,7 @@ def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair:
 
 
 @gloo
-def test_samples_go_on_behind_the_end_and_their_logprobs_are_the_models(pair: Pair) -> None:
+def test_samples_continue_after_the_end_token_with_the_models_logprobs(pair: Pair) -> None:
     """`ignore_end`: every token, the end among them, was drawn from the model's own distribution.
 
     Seen failing with `min_tokens` in place of `ignore_eos`: it forbids the end token, and moves all others.

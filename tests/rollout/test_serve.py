@@ -60,7 +60,7 @@ def test_the_printed_address_and_key_answer(monkeypatch: pytest.MonkeyPatch) -> 
     assert closed == [True]
 
 
-def test_what_the_engine_says_is_on_stderr_after_an_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_engines_output_is_on_stderr_after_an_error_only(capfd: pytest.CaptureFixture[str]) -> None:
     """Seen failing with its words on the screen, of an error too, and with an error that keeps them."""
     with on_own_screen() as console:
         os.write(1, b"a warning\n")
@@ -73,8 +73,8 @@ def test_what_the_engine_says_is_on_stderr_after_an_error_alone(capfd: pytest.Ca
     assert capfd.readouterr() == ("", "the cause\n")
 
 
-def test_what_was_said_before_is_on_the_screen() -> None:
-    """Also where it goes to a pipe, and whoever starts a process flushes it. Seen failing without the flush before."""
+def test_what_was_printed_before_is_on_the_screen() -> None:
+    """Also if it goes to a pipe that another process flushes. Seen failing without the flush before."""
     code = (
         "import sys; from areal_lite.launch.commands.serve import on_own_screen\n"
         "sys.stdout.write('said before')\nwith on_own_screen(): sys.stdout.flush()"

@@ -1,4 +1,4 @@
-"""Environments behind a chat template: what the model said stays as it was, the rest is what the template writes."""
+"""Environments with a chat template: the model's tokens stay as sampled, the template writes the rest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def test_joined_tokens_read_as_the_template_writes_the_whole_conversation(templa
 
     One answer holds the mark that stands for answers inside `reply_ids`. Seen failing with a mark that may occur, with
     the end token written twice, with the reply encoded without the template, and with the message numbers of a
-    conversation that begins anew each turn.
+    conversation that starts again each turn.
     """
     tokenizer, prompt, sample, engine = converse(template, ["answer0 answer1", "fifty", "25?"], sampling=LONG)
     text = tokenizer.decode([*prompt.token_ids, *sample.token_ids.tolist()])
@@ -70,7 +70,7 @@ def test_only_the_models_own_tokens_train() -> None:
 
 
 def test_what_a_template_does_to_earlier_answers_does_not_reach_the_sample() -> None:
-    """Thoughts that the template would cut stay: the model did sample them, and the next turn is behind them.
+    """Thoughts that the template would cut stay: the model did sample them, and the next turn follows them.
 
     Seen failing with the reply as the difference of two renderings, which do not begin alike.
     """
@@ -80,7 +80,7 @@ def test_what_a_template_does_to_earlier_answers_does_not_reach_the_sample() -> 
     )
 
 
-def test_a_template_without_an_end_token_follows_behind_the_models_own() -> None:
+def test_a_template_without_an_end_token_follows_the_models_own() -> None:
     tokenizer, prompt, _, engine = converse(ENDLESS, ["50", "25"], sampling=LONG)
     assert tokenizer.decode(engine.contexts[1]) == prompt.text + "50<|im_end|>\n[user] no, 1\n[assistant] "
 
@@ -118,12 +118,12 @@ def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given(l
         ),
     ],
 )
-def test_templates_that_cannot_converse_are_told_so(template: str, message: str) -> None:
+def test_templates_that_cannot_converse_are_refused(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reply_ids([{"role": "assistant", "content": "a"}], "b", tokenizer=make_tokenizer(template), end=None)
 
 
-def test_a_model_without_a_template_is_told_so() -> None:
+def test_a_model_without_a_template_is_refused() -> None:
     tokenizer = build_char_tokenizer(PRINTABLE)
     with pytest.raises(ConfigError, match="needs a model with a chat template"):
         reply_ids([{"role": "assistant", "content": "a"}], "b", tokenizer=tokenizer, end=None)

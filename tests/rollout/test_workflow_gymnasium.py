@@ -49,7 +49,7 @@ def prompts() -> list[Prompt]:
 def test_each_prompt_is_the_first_observation_of_its_seed(prompts: list[Prompt]) -> None:
     """And the reset of an episode leads there, in an environment made of its class as well as by its id.
 
-    Seen failing with a reset without the seed, and with environments that nobody closes.
+    Seen failing with a reset without the seed, and with environments that are not closed.
     """
     assert [prompt.row["seed"] for prompt in prompts] == [0, 1, 2, 3, 4, 10**6, 10**6 + 1]
     assert len({prompt.text for prompt in prompts}) > 2

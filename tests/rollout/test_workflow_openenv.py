@@ -1,4 +1,4 @@
-"""An environment behind a server of the package openenv-core, played by what plays gymnasium's."""
+"""An environment on a server of the package openenv-core, played by the workflow `gymnasium`."""
 
 import subprocess
 import sys

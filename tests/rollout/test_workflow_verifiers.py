@@ -39,7 +39,7 @@ def test_an_environment_plays_through_the_endpoint() -> None:
 
     Seen failing with a reward without its weight, and with tasks from the first on for training.
     """
-    sample = play("12", "55")  # behind three that are held out, the third is 5
+    sample = play("12", "55")  # after three held-out tasks, the third is 5
     assert sample.score is not None
     assert (sample.score.reward, sample.score.parts) == (pytest.approx(4 / 3), {"share": pytest.approx(4 / 3)})
     assert [message["content"] for message in sample.messages] == ["12", "2", "55"]

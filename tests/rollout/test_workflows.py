@@ -37,12 +37,12 @@ def talk(step: str = "larger", **limits: Any) -> Workflows:
 
 
 def test_spans_follow_the_weights_through_turns_and_given_tokens() -> None:
-    """New weights inside the first turn, behind its second token, and between the second turn and the third.
+    """New weights inside the first turn, after its second token, and between the second turn and the third.
 
         a b $ | > > | c d $ | > > | e $
         0 0 1  -1-1   1 1 1  -1-1   2 2      with version 1 from token 2 on, 2 from token 6 on (given ones not counted)
 
-    Seen failing with given tokens stamped with the version before them, with spans not shifted behind given tokens, and
+    Seen failing with given tokens stamped with the version before them, with spans not shifted after given tokens, and
     with log-probabilities of the given tokens taken over from the turn before.
     """
     engine = Speaker(["ab", "cd", "e"], stamps={2: 1, 6: 2})
@@ -115,7 +115,7 @@ def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:
 
 
 def test_an_environment_that_is_done_ends_the_episode_and_its_last_words_are_not_kept() -> None:
-    """An async step, which is told every turn so far."""
+    """An async step, which gets every turn so far."""
     engine = Speaker(["ab", "c", "never"])
     sample = play(engine, talk("done_at_c"))
     assert sample.text == "ab?c"
@@ -164,7 +164,7 @@ def test_a_turn_that_is_cut_off_ends_the_episode() -> None:
 
 
 def test_a_turn_may_have_a_limit_of_its_own_and_stop_strings() -> None:
-    """Behind either the environment speaks. Seen failing with the episode ended at the limit of a turn."""
+    """The environment replies after either. Seen failing with the episode ended at the limit of a turn."""
     sample = play(Speaker(["abcdefgh", "i;j", "k"]), talk(max_turn_tokens=4, stop=["c;", ";"]))
     assert sample.token_ids.tolist() == ids("abcd>>i;>>k$")
     assert (sample.messages[2]["content"], sample.stop_reason) == ("i;", StopReason.STOP)
@@ -189,7 +189,7 @@ def test_limits_of_turns_are_checked_at_the_start(limits: dict[str, Any], messag
 
 @pytest.mark.parametrize("limit", [5, 6])
 def test_a_reply_that_leaves_no_room_ends_the_episode_as_cut_off(limit: int) -> None:
-    """`abc$` and `>>` fill six tokens: nothing could be answered. The reply, which nothing trains behind, is cut off.
+    """`abc$` and `>>` fill six tokens: no answer has room. The reply is dropped, as nothing trains after it.
 
     Seen failing with the stop reason of the last turn, `stop`.
     """
@@ -213,7 +213,7 @@ def test_a_last_turn_that_just_fits_is_not_cut_off() -> None:
 
 
 def test_no_sample_is_longer_than_its_limit() -> None:
-    """200 random episodes, a row's own limit among them. Seen failing with the room of each turn counted anew."""
+    """200 random episodes, some with a row's own limit. Seen failing with the whole room for each turn."""
     workflows = talk(max_turns=4)
     for seed in range(200):
         engine = ScriptedEngine(vocab_size=40, tokenizer=TOKENIZER)
@@ -304,7 +304,7 @@ async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
         (changes_logprobs, r"workflow:ValueError: .*read-only"),
     ],
 )
-def test_a_workflow_that_does_wrong_is_told_so(workflow: Any, message: str) -> None:
+def test_a_wrong_workflow_is_refused_with_a_reason(workflow: Any, message: str) -> None:
     """Seen failing without `_check_origin`: samples with log-probabilities of other contexts."""
     with pytest.raises(EpisodeError, match=message):
         play(Speaker(["a", "b"]), load(f"{HERE}:{workflow.__name__}"))

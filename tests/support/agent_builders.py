@@ -77,7 +77,7 @@ def trained(agent: Callable[..., Any], answers: Any, **options: Any) -> tuple[Sa
 
 
 async def say(llm: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Ask, and put the answer behind the messages."""
+    """Ask, and append the answer to the messages."""
     response = await llm.client.chat.completions.create(model=llm.model, messages=messages, **options)
     message = response.choices[0].message
     messages.append(message.model_dump(exclude_none=True))

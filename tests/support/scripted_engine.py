@@ -62,7 +62,7 @@ class ScriptedEngine:
         self._running.clear()
 
     async def resume(self) -> None:
-        """Let the samples go on."""
+        """Let the samples continue."""
         self.calls.append("resume")
         self._running.set()
 
