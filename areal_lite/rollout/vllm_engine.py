@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import gc
 import itertools
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -63,6 +64,7 @@ class VllmEngine:
             EngineError: vLLM could not start; its message is quoted.
         """
         _set_environment(config)
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_without_traceback_of_death)
         from vllm.envs import enable_envs_cache
         from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -251,6 +253,15 @@ class VllmEngine:
 
 def _died() -> EngineError:
     return EngineError(f"the engine-core process died{out_of_memory()}; see the worker's log")
+
+
+def _without_traceback_of_death(record: logging.LogRecord) -> bool:
+    """Keep vLLM's line about an engine core that died, without a traceback that only shows which task waited for it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if record.exc_info and isinstance(record.exc_info[1], EngineDeadError):
+        record.exc_info = None
+    return True
 
 
 def check_engine_arguments(config: Config) -> None:

@@ -4,6 +4,8 @@ And the error of an engine that ran out of memory.
 """
 
 import asyncio
+import io
+import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +118,7 @@ def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:
 
 
 def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was doing. Seen failing without the kernel's word in each place, with vLLM's own errors, and without
+    """Whatever it was doing. Seen failing without the kernel's report in each place, with vLLM's own errors, and without
     these as the cause.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -143,3 +145,22 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
     monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
     with pytest.raises(EngineError, match=r"must start on nowhere, got TypeError: .*for lack of memory"):
         asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))
+
+
+def test_an_engine_core_that_died_is_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: vLLM's traceback, eight lines for each death."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    monkeypatch.setattr(vllm_engine, "_set_environment", vars)
+    monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
+    with pytest.raises(EngineError, match="must start on nowhere"):
+        asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))
+    logger, handler = logging.getLogger("vllm.v1.engine.async_llm"), logging.StreamHandler(io.StringIO())
+    logger.addHandler(handler)
+    try:
+        raise EngineDeadError
+    except EngineDeadError:
+        logger.exception("AsyncLLM output_handler failed.")
+    finally:
+        logger.removeHandler(handler)
+    assert handler.stream.getvalue() == "AsyncLLM output_handler failed.\n"
