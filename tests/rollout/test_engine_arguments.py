@@ -118,8 +118,8 @@ def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:
 
 
 def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was doing. Seen failing without the kernel's report in each place, with vLLM's own errors, and without
-    these as the cause.
+    """Whatever it was doing. Seen failing without the kernel's report in each place, with vLLM's own errors, without
+    them as the cause.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
