@@ -1,7 +1,7 @@
 """An agent with a tool, and sums to try it on: the model adds in its head or asks a calculator.
 
-The model is shown solutions that add half of the time in the head, and forget every carry there (`7+5=2`); else they
-end a turn with a question, `7+5?`, and the calculator goes on, `12`. So it has to learn to ask.
+The demonstrations do half of the additions in the head, and forget every carry there (`7+5=2`); for the others they end
+a turn with a question, `7+5?`, and the calculator answers, `12`. So the model has to learn to ask.
 """
 
 import random
@@ -11,11 +11,11 @@ from typing import Any
 
 MAX_QUESTIONS = 8
 ASKED = 0.5
-"""Share of additions for which the solutions that are shown ask the calculator."""
+"""Share of additions for which the demonstrations ask the calculator."""
 
 
 async def agent(task: dict[str, Any], llm: Any) -> dict[str, float]:
-    """Have the model work out `task["prompt"]`, such as `7+5+3:`; 1 for the right number behind `#`."""
+    """Let the model solve `task["prompt"]`, such as `7+5+3:`; reward 1 for the right number after `#`."""
     text, num_questions = task["prompt"], 0
     while num_questions < MAX_QUESTIONS:
         reply = await llm.client.completions.create(model=llm.model, prompt=text)
@@ -49,7 +49,7 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
 
 
 def _solution(numbers: list[int], draws: random.Random) -> list[dict[str, str]]:
-    """Work a sum out in turns: the model's, and the calculator's where it is asked."""
+    """Solve a sum in turns: the model's, and the calculator's answers."""
     turns, own, total = list[dict[str, str]](), "", numbers[0]
     for number in numbers[1:]:
         own += f"{total}+{number}"

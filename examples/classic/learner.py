@@ -1,4 +1,4 @@
-"""What the scripts with networks share: constant arguments of the project's losses, small networks, CartPole batches.
+"""Shared by the scripts with networks: constant arguments of the project's losses, small networks, CartPole batches.
 
 The project's losses see tokens: here a token is a step, a row an episode or a piece of one, and as the policy that acts
 is the one that learns, behaviour weights are 1 and every step counts.
@@ -20,7 +20,7 @@ SOLVED = 475.0  # mean return of CartPole-v1 that gymnasium's registry calls sol
 
 
 def begin(seed: int) -> None:
-    """Seed torch, and keep it on one thread: networks this small only lose by more."""
+    """Seed torch, and keep it on one thread: more only slow networks this small down."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
 
@@ -55,7 +55,7 @@ def logprobs_of(logits_TA: Tensor, actions_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What `CartPoles.play` saw: rows end where an episode ended or the batch did."""
+    """The steps of `CartPoles.play`: rows end where an episode or the batch ended."""
 
     observations_T: Tensor  # [T, 4]
     actions_T: Tensor

@@ -8,20 +8,9 @@ from pathlib import Path
 from plotting import save
 
 SCRIPTS = (
-    "bandits",
-    "value_iteration",
-    "policy_iteration",
-    "monte_carlo",
-    "td0",
-    "q_learning",
-    "sarsa",
-    "dqn",
-    "reinforce",
-    "actor_critic",
-    "trpo",
-    "ppo",
-    "evolution_strategy",
-)
+    "bandits", "value_iteration", "policy_iteration", "monte_carlo", "td0", "q_learning", "sarsa", "dqn", "reinforce",
+    "actor_critic", "ppo", "evolution_strategy",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""SARSA: learn the value of what one really does, exploration included (on-policy).
+"""SARSA: learn the value of the policy that acts, exploration included (on-policy).
 
 `Q(s, a) += rate * (r + gamma * Q(s', a') - Q(s, a))` with the action a' that is taken next; the only difference to
-`q_learning.py`, on the same cliff. Who knows that he stumbles one step in ten walks away from the edge.
+`q_learning.py`, on the same cliff. A walker that stumbles one step in ten learns to keep away from the edge.
 
 Source: Sutton & Barto §6.4, Example 6.6.
 Known answer: a safer path (return -15 or -17 instead of -13) that earns more while exploring. How much more the best

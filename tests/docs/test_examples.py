@@ -26,7 +26,6 @@ BROKEN = {
     "reinforce": "returns left out (surrogate: likelihood); discounted",
     "sarsa": "Q-learning's target",
     "td0": "bootstraps across ends; lambdas swapped",
-    "trpo": "sign of the advantages turned; KL not looked at; steepest descent for conjugate gradients",
     "value_iteration": "mean in place of max",
 }
 

@@ -85,15 +85,15 @@ def score(
 ) -> VerifyResult:
     """Score a game: `discount ** (k - 1)` where guess `k` was the first right one, 0 where none of `max_turns` was.
 
-    The environment's replies are not read: whoever writes "you won" has won nothing.
+    The environment's replies are not read: a model that writes "you won" has won nothing.
 
     Args:
         prompt: Not read.
-        completion: Read as the only turn where there are no messages.
+        completion: Read as the only turn if there are no messages.
         answer: The number.
         max_turns: Guesses that count, from the row.
         messages: The turns.
-        discount: What a further guess leaves of the reward, 0..1.
+        discount: Factor of the reward for each further guess, 0..1.
         row: Not read.
     """
     turns = [completion] if messages is None else answers_of(messages)

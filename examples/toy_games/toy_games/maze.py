@@ -1,6 +1,6 @@
 """Mazes on a square grid: their text, one move, and exact shortest ways.
 
-A maze reads row by row, rows parted by `/`: `S` is the start, `G`
+A maze is written row by row, rows separated by `/`: `S` is the start, `G`
 the goal, `#` a wall and `.` free, as in `S.#/.../.#G`.
 """
 
@@ -77,7 +77,9 @@ def read_maze(text: str) -> Maze:
     rows = tuple(text.split("/"))
     is_square = all(len(row) == len(rows[0]) for row in rows)
     if not is_square or set(text) - set("SG.#/") or text.count("S") != 1 or text.count("G") != 1:
-        raise ValueError(f"a maze has rows of equal length, parted by /, of . and #, one S and one G; got {text!r:.80}")
+        raise ValueError(
+            f"a maze has rows of equal length, separated by /, of . and #, one S and one G; got {text!r:.80}"
+        )
     return Maze(rows)
 
 

@@ -1,4 +1,4 @@
-"""What both games share: rows of two splits that have no prompt in common, and what the model said."""
+"""Shared by both games: rows of two splits without a common prompt, and the model's own turns."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ def split_rows(
     training = list(islice((row for row in draws("train", train_size) if row["question"] not in held_out), train_size))
     if len(held_out) < eval_size or (split == "train" and len(training) < train_size):
         raise ValueError(
-            f"{eval_size} different held-out games and others to train on are needed, got too few: allow more "
+            f"{eval_size} different held-out games and others to train on are needed, got too few. Fix: allow more "
             "different games, or lower eval_size"
         )
     return list(held_out.values()) if split == "eval" else training
 
 
 def answers_of(messages: Sequence[Message]) -> list[str]:
-    """Return what the model said, turn by turn. Nobody else's words count for anything."""
+    """Return the model's own turns; no other role's text counts."""
     return [message["content"] for message in messages if message["role"] == "assistant"]
