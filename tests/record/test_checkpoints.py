@@ -131,15 +131,6 @@ def test_a_checkpoint_can_be_picked(tmp_path: Path) -> None:
         choose_checkpoint(tmp_path, "step-2", say=lambda _: None)
 
 
-def test_one_of_an_earlier_version_is_taken_with_a_word(tmp_path: Path) -> None:
-    path = tmp_path / "step-000003"
-    path.mkdir()
-    (path / "meta.json").write_text('{"step": 3, "time": 1.5}')
-    said: list[str] = []
-    assert choose_checkpoint(tmp_path, None, say=said.append) == path
-    assert said == ["step-3 cannot be verified: an earlier version wrote it, without a manifest"]
-
-
 def test_no_rule_deletes_the_state_a_run_goes_on_from(tmp_path: Path) -> None:
     """Later ones, bad or not wanted, are set aside: they would be kept as the newest, in its place.
 

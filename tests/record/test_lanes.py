@@ -102,17 +102,6 @@ def test_the_trainer_waits_trains_publishes() -> None:
     )
 
 
-def test_a_clock_starts_with_its_first_event() -> None:
-    """A worker that joins late was not idle before. Seen failing with `_time` set to 0 at first."""
-    assert LaneClocks().read(5.0) == {}
-    assert fed(LaneClocks(), events((100.0, "resumed"))).read(101.0)[LANE]["idle"] == 1.0
-
-
-def test_the_example_of_the_docstring_is_true() -> None:
-    log = events((0.0, "running", 2), (3.0, "pause"), (4.0, "resumed"))
-    assert fed(LaneClocks(), log).read(5.0)[LANE] == {"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}
-
-
 @given(st.lists(st.floats(0.0, 20.0), max_size=6))
 def test_readings_in_between_change_nothing(moments: list[float]) -> None:
     """Events reach the controller late, after readings of later times.
@@ -125,23 +114,6 @@ def test_readings_in_between_change_nothing(moments: list[float]) -> None:
         for moment in moments:
             clock.read(moment)
     assert clock.read(20.0)[LANE] == pytest.approx(TOTALS)
-
-
-@given(st.integers(0, len(PAUSED)))
-def test_a_feed_split_in_two_gives_the_same(split: int) -> None:
-    clock = fed(fed(LaneClocks(), PAUSED[:split]), PAUSED[split:])
-    assert clock.read(20.0)[LANE] == fed(LaneClocks(), PAUSED).read(20.0)[LANE]
-
-
-@given(st.floats(0.0, 20.0))
-def test_two_readings_part_the_time_between_them(moment: float) -> None:
-    """The parts of any interval add up to it, and idle plus the rest are shares of it."""
-    clock = LaneClocks()
-    clock.feed([PAUSED[0]])
-    before = clock.read(moment)[LANE]
-    after = fed(clock, PAUSED[1:]).read(20.0 + moment)[LANE]
-    states = {*before, *after} - {"slot_seconds"}
-    assert share(before, after, *states) == pytest.approx(1.0)
 
 
 def test_fractions_between_two_readings() -> None:

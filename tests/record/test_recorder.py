@@ -119,14 +119,6 @@ def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: OnlineRec
     assert list((folder.path / "tensorboard").iterdir())
 
 
-def test_what_was_not_measured_is_not_in_the_row(recorder: OnlineRecorder) -> None:
-    """A figure belongs to one row. Seen failing with `_pending` kept after the step."""
-    recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
-    note_parity(recorder, 1e-6)
-    assert set(MEASURED_KEYS) <= do_step(recorder, 1).keys()
-    assert not set(MEASURED_KEYS) & do_step(recorder, 2).keys()
-
-
 def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: OnlineRecorder, folder: RunFolder) -> None:
     summary = recorder.summary("failed: StallError: no progress", ledger={})
     assert [key for key in SUMMARY_KEYS if key not in summary] == []
@@ -267,14 +259,6 @@ def test_rewards_of_both_ends_are_means_of_a_tenth_of_the_steps(
     assert (summary["reward_first"], summary["reward_last"]) == pytest.approx((first, last))
 
 
-def test_a_step_without_a_reward_is_at_neither_end(recorder: OnlineRecorder) -> None:
-    """Seen failing with the ends cut off before what is unknown is left out."""
-    for step, reward in enumerate((None, 0.25, 0.5, None), start=1):
-        do_step(recorder, step, reward_mean=reward)
-    summary = recorder.summary("done", ledger={})
-    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.5)
-
-
 def test_histograms_of_ages_and_lengths(recorder: OnlineRecorder) -> None:
     """Lengths in classes of 16 tokens, named by their lower end."""
     lengths = [1, 15, 16, 40]
@@ -383,13 +367,6 @@ def test_speeds_of_a_resumed_run_are_of_all_steps_but_the_first_after_each_start
         recorder = OnlineRecorder(config, RunFolder(Path(str(config.run.dir))))
 
 
-def test_the_speed_of_a_single_step_is_unknown(recorder: OnlineRecorder, clock: FakeClock) -> None:
-    """Its time is that of the start. Seen failing with 0."""
-    clock.now += 60.0
-    do_step(recorder, 1, tokens=100.0)
-    assert recorder.summary("done", ledger={})["samples_per_s"] is None
-
-
 def test_page_and_summary_tell_the_same_shares_after_a_resume(
     config: Config, folder: RunFolder, recorder: OnlineRecorder, clock: FakeClock
 ) -> None:
@@ -411,10 +388,3 @@ def test_page_and_summary_tell_the_same_shares_after_a_resume(
         ("trainer", "publishing", "trainer_publishing_fraction"), ("rollout/0", "pausing", "paused_fraction"),
     ):  # fmt: skip
         assert page[lane][state] == pytest.approx(summary[name], abs=0.01), name
-
-
-def test_the_event_log_holds_every_event(recorder: OnlineRecorder, folder: RunFolder) -> None:
-    recorder.feed(SCRIPT[:7])
-    recorder.feed([])
-    recorder.feed(SCRIPT[7:])
-    assert folder.read("events.jsonl") == SCRIPT

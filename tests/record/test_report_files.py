@@ -9,11 +9,10 @@ from report_builders import event, make_events, make_offline_run, make_run, writ
 from areal_lite.errors import DataError
 from areal_lite.events import Event
 from areal_lite.record.lanes import lived
-from areal_lite.record.report import write_report
-from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
-from areal_lite.record.report.curves import age_charts, age_histogram, constants, diagnostics, learning
+from areal_lite.record.report.charts import Line, lines, smoothed
+from areal_lite.record.report.curves import age_charts, constants, diagnostics, learning
 from areal_lite.record.report.read import RunFiles
-from areal_lite.record.report.run_contents import _headline, different_settings
+from areal_lite.record.report.run_contents import different_settings
 from areal_lite.record.report.timeline import timeline
 from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
 from areal_lite.record.run_folder import changed, differences
@@ -30,34 +29,6 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
         "metrics.jsonl: 2 line(s) cut off or broken, left out",
         "metrics.jsonl has no row of step 2: figures and curves leave them out",
     ]
-
-
-@pytest.mark.parametrize(
-    ("file", "row"),
-    [
-        ("metrics.jsonl", '{"time_s": 1.0}'),
-        ("metrics.jsonl", '{"step": 99, "verifiers": null, "reward_by_source": null}'),
-        ("metrics.jsonl", '{"step": 99, "verifiers": {"math": {"calls": 1, "latency_p50_s": null, "failures": null}}}'),
-        ("events.jsonl", '{"time": 1.0, "lane": "trainer"}'),
-        ("events.jsonl", '{"time": 1e999, "lane": "trainer", "kind": "train"}'),
-        ("events.jsonl", '{"time": 1.0, "lane": "rollout/0", "kind": "group", "start": 0.5, "group": "a"}'),
-        ("events.jsonl", '{"time": 1.0, "lane": "verify/0", "kind": "verify", "start": null, "end": 1, "group_id": 1}'),
-        ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "accuracy": 0.5}'),
-        ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "step": 3, "by_source": null}'),
-    ],
-)
-def test_a_row_of_another_version_ends_no_report(file: str, row: str, tmp_path: Path) -> None:
-    """Seen failing with each taken as it is."""
-    run = make_run(tmp_path / "run")
-    with (run / file).open("a") as log:
-        log.write(f"{row}\n")
-    assert write_report(run).exists()
-
-
-def test_a_run_that_is_still_going_has_no_summary(tmp_path: Path) -> None:
-    found = RunFiles(make_run(tmp_path / "run", summary=False))
-    assert (found.summary, found.notes) == ({}, ["summary.json is missing"])
-    assert _headline(found)["status"] == "active, or killed"
 
 
 def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
@@ -178,10 +149,6 @@ def test_failures_are_counted_once(tmp_path: Path) -> None:
     assert [(trace["name"], trace["y"]) for trace in chart.data] == [("timeout", [2.0, 1.0, 2.0])]
 
 
-def test_ages_are_summed_over_all_steps_in_order(tmp_path: Path) -> None:
-    assert age_histogram(RunFiles(make_run(tmp_path / "run"))) == {"0": 120.0, "1": 240.0, "2": 120.0}
-
-
 def test_the_share_of_a_quarter_is_of_all_steps(tmp_path: Path) -> None:
     """3 of 8 and 5 of 8 tokens. Seen failing with the mean of the steps' shares; a run without figures has no chart."""
     run = RunFiles(make_run(tmp_path / "run", steps=2))
@@ -209,14 +176,6 @@ def test_a_long_curve_is_smoothed_and_keeps_its_points() -> None:
     assert list(faint.y) == list(range(30))
     assert (bold.y[0], bold.y[1], bold.y[29]) == (0.0, 0.5, 24.5)
     assert faint.style["line"]["color"] == bold.style["line"]["color"]
-
-
-def test_curves_keep_their_colours_beside_smoothed_ones() -> None:
-    """A smoothed curve is two lines. Seen failing with a short curve left to take the colour of its place."""
-    long, short = Line(name="a", x=list(range(30)), y=list(range(30))), Line(name="b", x=[1], y=[2])
-    chart = lines("t", smoothed([long, short]), x="step")
-    assert chart is not None
-    assert [trace["line"]["color"] for trace in chart.data] == [COLOURS[0], COLOURS[0], COLOURS[1]]
 
 
 def test_more_curves_than_colours_are_told_apart() -> None:

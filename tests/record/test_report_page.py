@@ -15,7 +15,7 @@ from report_builders import HOSTILE, make_offline_run, make_run
 from areal_lite.launch.commands.main import main
 from areal_lite.record.columns import COLUMNS
 from areal_lite.record.metrics import mean_called
-from areal_lite.record.report import _subtitle, write_bench, write_comparison, write_report
+from areal_lite.record.report import write_bench, write_comparison, write_report
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -63,6 +63,9 @@ def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
     assert online == ["Overview", "Learning", "Age of the tokens", "Timeline", "Speed and idle time", "Lengths",
                       "Verifiers", "Groups", "Loss diagnostics", "Samples", "Settings"]  # fmt: skip
     assert offline == ["Overview", "Learning", "Loss diagnostics", "Settings"]
+    assert headings(write_report(make_run(tmp_path / "new", steps=0, summary=False))) == [
+        "Overview", "Learning", "Timeline", "Settings"
+    ]  # fmt: skip
     assert comparison == [
         "Final figures",
         "Settings",
@@ -191,17 +194,6 @@ def test_what_a_run_warned_of_stands_on_its_page(tmp_path: Path) -> None:
     assert "<li>step 10: a &lt; b</li>" in write_report(run).read_text()
 
 
-def test_a_run_that_has_just_begun_can_be_reported(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=0, summary=False)
-    assert headings(write_report(run)) == ["Overview", "Learning", "Timeline", "Settings"]
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / place / "run") for place in ("a", "b")]
-    page = write_comparison(runs, out=tmp_path / "page.html")
-    assert [trace["name"] for trace in data_of(page)["charts"][0]["data"]] == [str(path) for path in runs]
-
-
 def test_the_command_writes_each_kind_of_page_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,30 +206,6 @@ def test_the_command_writes_each_kind_of_page_and_says_where(
     assert all(Path(line.removeprefix("report: ")).is_file() for line in said.splitlines())
     assert main(["report", "nowhere"]) == 1
     assert "expected a run folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("mix", "shown"), [({}, "arith"), ({"sums": {}, "game": {}}, "sums + game")])
-def test_the_head_names_the_sources(mix: dict[str, Any], shown: str) -> None:
-    """Of a mix the top source is not read. Seen failing as `arith` above the page of a mixed run."""
-    config = {"data": {"source": "arith", "mix": mix}, "objective": {"preset": "areal"}, "queue": {"max_staleness": 2}}
-    assert _subtitle(SimpleNamespace(config=config, command="train")) == f"train · {shown} · areal · eta 2"
-
-
-def test_what_eta_is_stands_on_the_page_that_names_it(tmp_path: Path) -> None:
-    """Seen failing without the line. A run without a queue has neither."""
-    online, offline = make_run(tmp_path / "online"), make_offline_run(tmp_path / "offline")
-    assert (
-        "<p>eta: the largest age, in versions, that a token may have when it is trained</p>"
-        in write_report(online).read_text()
-    )
-    assert "<p>eta" not in write_report(offline).read_text()
-
-
-def test_one_source_has_no_curves_of_its_own(tmp_path: Path) -> None:
-    """They would be the ones above again. Seen failing with them drawn for any number of sources."""
-    page = write_report(make_run(tmp_path / "one")).read_text()
-    assert "reward over steps" in page
-    assert "by source over" not in page
 
 
 @pytest.mark.parametrize("lease", ["", json.dumps({"host": "gpu7", "machine": "another", "pid": 1, "began": 0.0})])

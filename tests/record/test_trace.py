@@ -26,17 +26,6 @@ def slices(*events: Event) -> list[tuple[str, float, float]]:
     return [(row["name"], row["ts"], row["dur"]) for row in rows_of(trace_of(events), "X")]
 
 
-def test_a_trainer_lane_is_wait_train_publish() -> None:
-    """`trained` ends one slice and begins the next. Seen failing with an event that closes and opens nothing."""
-    kinds = ["wait", "train", "trained", "published", "wait", "train"]
-    assert slices(*(event(100.0 + i, "trainer", kind) for i, kind in enumerate(kinds))) == [
-        ("wait", 0.0, 1e6),
-        ("train", 1e6, 1e6),
-        ("publish", 2e6, 1e6),
-        ("wait", 4e6, 1e6),
-    ]
-
-
 def test_a_pause_lasts_from_the_call_to_the_resume_drained_or_not() -> None:
     log = [
         event(1.0, "rollout/0", "pause"),
