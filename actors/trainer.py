@@ -162,4 +162,4 @@ class OfflineTrainerActor(TrainerActor):
         from areal_lite.train.offline import OfflineTrainer
 
         self._join(address)
-        self._trainer = OfflineTrainer(self._config, model_folder=model_folder, rank=self._rank)
+        self._trainer = OfflineTrainer.from_recipe(self._config, model_folder=model_folder, rank=self._rank)

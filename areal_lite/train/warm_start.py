@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import WarmStartConfig
-from areal_lite.data.completions import Example
+from areal_lite.data.completions import Example, OfflineData
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.writer import writable
@@ -89,13 +89,15 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
     }
     import torch
 
-    from areal_lite.train.offline import OfflineLoop, OfflineRows
+    from areal_lite.train.offline import OfflineTrainer
 
-    loop = OfflineLoop(model, OfflineRows(examples), OfflineConfig.model_validate(recipe))
+    trainer = OfflineTrainer(
+        OfflineConfig.model_validate(recipe), model, OfflineData(train=list(examples), held_out=[])
+    )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(min(num_threads, _MAX_THREADS))
     try:
-        loop.run(progress)
+        trainer.run(progress)
     finally:
         torch.set_num_threads(num_threads)
 

@@ -35,7 +35,7 @@ def offline_config(
 
 def offline_trainer(config: OfflineConfig, *, rank: int = 0) -> OfflineTrainer:
     """Load the recipe's model as one rank does, with the reference it names."""
-    return OfflineTrainer(config, model_folder=config.model.path, rank=rank)
+    return OfflineTrainer.from_recipe(config, model_folder=config.model.path, rank=rank)
 
 
 def _row(index: int) -> dict[str, str]:

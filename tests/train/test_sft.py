@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.data.completions import Example
-from areal_lite.train import warm_start
+from areal_lite.data.completions import Example, OfflineData
+from areal_lite.train import offline, warm_start
 from areal_lite.train.model import load_model
-from areal_lite.train.offline import OfflineLoop, OfflineRows
+from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.warm_start import ensure_warm_start
 
 EXAMPLES = [Example([2, 3 + index], ([4 + index, 5, 1][: 2 + index % 2],)) for index in range(6)]
@@ -29,10 +29,10 @@ def model(tmp_path: Path) -> nn.Module:
 
 def loop(
     model: nn.Module, examples: list[Example] = EXAMPLES, *, batch_size: int | None = None, ranks: int = 1, **run: Any
-) -> OfflineLoop:
+) -> OfflineTrainer:
     batch = {"batch_size": batch_size or len(examples)}
     raw = {"command": "sft", "run": {"steps": 1, **run}, "sft": batch, "trainer": {**SETTINGS, "ranks": ranks}}
-    return OfflineLoop(model, OfflineRows(examples), OfflineConfig.model_validate(raw))
+    return OfflineTrainer(OfflineConfig.model_validate(raw), model, OfflineData(train=examples, held_out=[]))
 
 
 def test_loss_and_gradient_are_those_of_completion_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +72,8 @@ def test_it_learns_its_examples_by_heart(model: nn.Module) -> None:
 
 def test_every_epoch_uses_every_example_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    parts = OfflineLoop._parts
-    monkeypatch.setattr(
-        OfflineLoop, "_parts", lambda self, rows, chosen: seen.extend(chosen) or parts(self, rows, chosen)
-    )
+    rows = offline.TokenRows
+    monkeypatch.setattr(offline, "TokenRows", lambda pairs: rows(seen.append(pair[0][1] - 3) or pair for pair in pairs))
     loop(model, steps=6, batch_size=2).run()
     assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from train_builders import VOCABULARY, make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.data.completions import Example
+from areal_lite.data.completions import Example, OfflineData
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train import chunked_logits
 from areal_lite.train.model import load_model
-from areal_lite.train.offline import OfflineLoop, OfflineRows
+from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row
 
@@ -95,7 +95,7 @@ def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
     trainer = {"lr": 1e-2, "micro_batch_tokens": 20, "ranks": world_size}
     raw = {"command": "sft", "run": {"steps": 3}, "sft": {"batch_size": 5}, "trainer": trainer}
     config = OfflineConfig.model_validate(raw)
-    loop = OfflineLoop(model, OfflineRows(examples), config, rank=rank)
+    loop = OfflineTrainer(config, model, OfflineData(train=examples, held_out=[]), rank=rank)
     losses: list[float] = []
     loop.run(lambda done, total, loss: losses.append(loss))
     (Path(out) / f"supervised-{rank}.json").write_text(json.dumps(losses))
