@@ -50,24 +50,6 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
 
 
-def test_continuation_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
-    """Step, save, step equals load, step; and saving disturbs nothing.
-
-    Seen failing with the optimiser's part not loaded, and with the version not restored.
-    """
-    straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
-    for trainer in (straight, saved):
-        trainer.train_step(shard(0))
-    saved.snapshot()(tmp_path / "checkpoint")
-    resumed.load(tmp_path / "checkpoint")
-    assert resumed.version == 1
-    assert_equal(full_state(resumed), full_state(saved))
-    for trainer in (straight, saved, resumed):
-        trainer.train_step(shard(1))
-    assert_equal(full_state(saved), full_state(straight))
-    assert_equal(full_state(resumed), full_state(straight))
-
-
 def test_saving_before_the_first_step_disturbs_nothing(model_folder: str, tmp_path: Path) -> None:
     """Seen failing without optimiser state from the start: torch then takes a step to make it, which counts."""
     straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
@@ -110,14 +92,6 @@ def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Pa
     assert any(name.startswith("critic.") for name in full_state(straight))
 
 
-def test_a_fixed_coefficient_is_the_recipes(model_folder: str, tmp_path: Path) -> None:
-    """Only one that follows a target is carried on; who resumes with another fixed one means it."""
-    make_trainer(model_folder, **PPO).snapshot()(tmp_path)
-    fixed = make_trainer(model_folder, objective={"preset": "ppo", "kl_coef": 0.7})
-    fixed.load(tmp_path)
-    assert fixed._kl.value == 0.7
-
-
 def test_a_checkpoint_without_a_critic(model_folder: str, tmp_path: Path) -> None:
     """It is refused where the recipe has a critic; one with a critic serves a recipe without."""
     make_trainer(model_folder).snapshot()(tmp_path / "without")
@@ -139,7 +113,7 @@ def test_an_older_checkpoint_has_no_coefficients_and_no_outputs(
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     trainer = make_trainer(model_folder, objective={"preset": "grpo", "kl_target": 1.0})
     trainer.load(tmp_path)
-    assert trainer._kl.value == 0.04
+    assert trainer.train_step(shard(0))["kl_coef"] == 0.04
     assert "the loaded model is not compared" in caplog.text
 
 
@@ -177,18 +151,6 @@ def test_another_model_is_refused_with_the_difference(
     with pytest.raises(CheckpointError, match=difference):
         trainer.load(tmp_path / "checkpoint")
     assert_equal(full_state(trainer), before)
-
-
-def test_other_shapes_are_refused(model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(model_folder)
-    trainer.snapshot()(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta["model"]["model.norm.weight"] = [[64], "torch.float32"]
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight must be \[\[32\], 'torch\.float32'\], got \[\[64\]"
-    ):
-        trainer.load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["nothing there", "no meta", "cut meta", "other meta", "no data", "cut data"])

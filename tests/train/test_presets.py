@@ -241,22 +241,5 @@ def test_split_into_micro_batches_changes_nothing(preset: str, extra: dict[str, 
         np.testing.assert_allclose(split_gradient, gradient, rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_junk_in_masked_slots_changes_nothing(preset: str) -> None:
-    """Every log-probability of every masked slot, current ones too. Seen failing with the mask multiplied."""
-    case, knobs = make_case(), knobs_of(preset)
-    trains = case.mask & ~np.repeat(case.truncated & knobs.mask_truncated, case.lengths)
-    junk = np.resize([NAN, np.inf, -np.inf, 1e30], len(trains))
-    changes = {"current": np.where(trains, case.current, junk), "behaviour": np.where(trains, case.behaviour, -junk)}
-    if knobs.kl != "reward":  # in a reward, the KL of a stale token is charged too
-        changes["proximal"] = np.where(trains, case.proximal, junk[::-1])
-        changes["reference"] = np.where(trains, case.reference, junk)
-    loss, gradient = compose(case, knobs)
-    junk_loss, junk_gradient = compose(case.change(**changes), knobs)
-    assert junk_loss == loss
-    np.testing.assert_array_equal(junk_gradient, gradient)
-    assert not gradient[~trains].any()
-
-
 def test_every_preset_has_a_published_form() -> None:
     assert set(PUBLISHED) == set(PRESETS)
