@@ -1,7 +1,7 @@
 """From a batch's rewards to one advantage per completion token, over all ranks.
 
-A group's rows may lie on different ranks. Whatever depends on a whole group is put together as an [N, G] matrix, whose
-places each rank fills in for its own rows; the arithmetic itself is in `algo/`.
+A group's rows may be on different ranks. Whatever depends on a whole group becomes an [N, G] matrix: each rank fills
+in its own rows, and a sum over the ranks completes it. The arithmetic itself is in `algo/`.
 
 Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T` completion tokens of the shard.
 """
@@ -26,20 +26,20 @@ Compare = Callable[..., Tensor]
 """`sample_advantages`, or a function like it."""
 
 _EPS = 1e-6
-"""Added to a group's standard deviation; a smaller one of the batch is rounding, and nothing is divided by it."""
+"""Added to a group's standard deviation. A smaller deviation of the batch is rounding: nothing is divided by it."""
 
 
 def batch_advantages(
     batch: PolicyBatch, *, config: Config, kl_coef: float, compare: Compare = sample_advantages
 ) -> dict[str, float]:
-    """Shape rewards, compare returns, and fill advantages and targets of the batch's tokens in; collective.
+    """Shape rewards, compare returns, and set advantages and targets of the batch's tokens; collective.
 
     Args:
         kl_coef: The weight of the KL to the reference, where that is charged in the reward.
-        compare: The recipe's own function in place of `sample_advantages`, see `find_advantage_function`.
+        compare: From `find_advantage_function`.
 
     Returns:
-        What is logged: `advantage_std`, over the loss-mask tokens of all ranks, before any division by it; and
+        Figures to log: `advantage_std`, over the loss-mask tokens of all ranks, before any division by it; and
         `reward_shaped_mean` of all scored samples, overlong penalties included, 0 when none is scored.
     """
     objective, tokens = config.objective, batch.tokens
@@ -56,7 +56,7 @@ def batch_advantages(
     if objective.kl == "reward" and tokens.reference_logprobs_T is not None:
         known_T, kind = tokens.reference_logprobs_T, objective.kl_estimator
         costs_T = kl_coef * kl_estimate(tokens.proximal_logprobs_T, reference_logprobs_T=known_T, estimator=kind)
-        # A stale token costs what it costs, but a NaN in a slot that does not train must not reach its sample's return.
+        # A stale token's cost counts too, but a NaN in a slot that does not train must not reach the sample's return.
         costs_T = torch.where(tokens.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
     rewards_T = token_rewards(_of_rows(rewards_NG, batch).nan_to_num(), lengths_B=batch.lengths_B, costs_T=costs_T)
     if tokens.step_rewards_T is not None:  # from the sample's last token, where the whole reward is
@@ -64,11 +64,11 @@ def batch_advantages(
         totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, tokens.rows_T, steps_T)
         rewards_T = rewards_T + steps_T - token_rewards(totals_B, lengths_B=batch.lengths_B)
     if tokens.values_T is None:
-        advantages_T = _compared(batch, rewards_NG, rewards_T, objective, compare)
+        advantages_T = _sample_comparison(batch, rewards_NG, rewards_T, objective, compare)
     else:
-        advantages_T, tokens.targets_T = _judged(batch, rewards_T, tokens.values_T, config)
+        advantages_T, tokens.targets_T = _critic_advantages(batch, rewards_T, tokens.values_T, config)
     std = std_from_sums(sum_over_ranks(masked_sums(advantages_T, tokens.loss_mask_T)))
-    # Not centred: the baseline has done that, and a shift would reward or punish every token alike.
+    # Not centred: the baseline did that, and a shift would reward or punish all tokens equally.
     tokens.advantages_T = advantages_T / std if objective.scale == "batch_std" and std > _EPS else advantages_T
     shaped = rewards_NG[~rewards_NG.isnan()]
     return {"advantage_std": std, "reward_shaped_mean": float(shaped.mean()) if len(shaped) else 0.0}
@@ -93,24 +93,26 @@ def find_advantage_function(objective: ObjectiveConfig) -> Compare:
         ):
             raise PluginError(
                 f"objective.advantage_function={name} must return finite float32 advantages of the shape of its "
-                f"returns, {tuple(returns_NG.shape)}, got {described(advantages_NG)}: give failed samples (NaN) an "
-                "advantage of 0, and end with .float()"
+                f"returns, {tuple(returns_NG.shape)}, got {described(advantages_NG)}. Fix: give failed samples (NaN) "
+                "an advantage of 0, and end with .float()"
             )
         return advantages_NG.detach()
 
     return compare
 
 
-def _compared(
+def _sample_comparison(
     batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig, compare: Compare
 ) -> Tensor:
     """Return the return from each token on, minus a baseline, [T].
 
-    The baseline is one of whole samples: the return from the first token on, compared within group or batch. With
-    gamma 1, no KL in the reward and no rewards for steps that is the same number on all tokens of a sample. Behind
-    rewarded steps the comparison is among those who have come as far: of a return that shrinks on the way, the baseline
-    of the beginning would make a punishment. (DeepSeekMath, arXiv 2402.03300 section 4.1.3, centres each step's reward
-    instead, which charges for the number of steps.)
+    The baseline compares whole samples, within group or batch: the return from the first token on. With gamma 1, no KL
+    in the reward and no rewards for steps it is the same number on all tokens of a sample.
+
+    After rewarded steps, samples are compared with those that have completed as many steps. Example: two samples of a
+    group earn 1 at their first step and nothing later. Their return is 1 before that step and 0 after it; against the
+    first baseline of 1, all later tokens would be punished by -1. (DeepSeekMath, arXiv 2402.03300 section 4.1.3,
+    centres each step's reward instead, which charges for the number of steps.)
     """
     tokens, knobs = batch.tokens, {"baseline": objective.baseline, "scale": objective.scale, "eps": _EPS}
     if objective.gamma == 1.0 and objective.kl != "reward" and tokens.step_rewards_T is None:
@@ -129,7 +131,7 @@ def _compared(
 
 
 def _at_starts(values_T: Tensor, batch: PolicyBatch) -> Tensor:
-    """Return the value at the first token behind each number of rewarded steps, [B, K]; NaN where there is none."""
+    """Return the value at the first token after each number of rewarded steps, [B, K]; NaN where there is none."""
     rows_T, own_T, places_T = batch.tokens.rows_T, batch.tokens.own_T, batch.tokens.steps_before_T
     num_places = int(max_over_ranks(places_T.max().double().reshape(1))[0]) + 1
     keys_T = (rows_T * num_places + places_T)[own_T]
@@ -141,7 +143,7 @@ def _at_starts(values_T: Tensor, batch: PolicyBatch) -> Tensor:
 
 
 def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Return what differences of returns are multiplied with, [N, G]; 0 where a group says nothing."""
+    """Return the factors of differences of returns, [N, G]; 0 where a group has nothing to compare."""
     scored_NG = ~returns_NG.isnan()
     factors_N1 = torch.ones_like(returns_NG[:, :1])
     if objective.scale == "group_std":
@@ -152,10 +154,12 @@ def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:
     return torch.where(scored_NG, factors_N1, 0.0)
 
 
-def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """Return generalised advantages and the critic's targets, [T] each; 0 where given, which is no time step.
+def _critic_advantages(
+    batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Config
+) -> tuple[Tensor, Tensor]:
+    """Return generalised advantages and the critic's targets, [T] each; 0 at given tokens, which are no time steps.
 
-    A sample that was cut off at the token limit ended there: its reward is the verifier's word on what it wrote.
+    A sample that was cut off at the token limit ended there: the verifier scored what it wrote.
     """
     objective, own_T = config.objective, batch.tokens.own_T
     advantages_T, targets_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
@@ -172,7 +176,7 @@ def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Con
 
 
 def _to_go(rewards_T: Tensor, batch: PolicyBatch, *, gamma: float) -> Tensor:
-    """Return the return from each token of the model on, [T]; 0 where given, which is no time step."""
+    """Return the return from each token of the model on, [T]; 0 at given tokens, which are no time steps."""
     to_go_T, own_T = torch.zeros_like(rewards_T), batch.tokens.own_T
     to_go_T[own_T] = returns_to_go(rewards_T[own_T], lengths_B=_own_lengths(batch), gamma=gamma)
     return to_go_T
@@ -187,7 +191,7 @@ def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:
 
 
 def _over_ranks(values_B: Tensor, batch: PolicyBatch) -> Tensor:
-    """Put every rank's rows but branches, [B] or [B, K], into one [N, G] or [N, G, K] float64 tensor; collective."""
+    """Combine every rank's rows except branches, [B] or [B, K], to [N, G] or [N, G, K] float64; collective."""
     values_NG = values_B.new_zeros(batch.rewards_NG.shape + values_B.shape[1:], dtype=torch.float64)
     firsts_B = batch.firsts_B
     values_NG[batch.groups_B[firsts_B], batch.samples_B[firsts_B]] = values_B[firsts_B].double()

@@ -1,8 +1,8 @@
-"""What a trainer rank and an engine of a recipe take, and how fast they can be at most; neither weights nor GPU needed.
+"""Estimate the memory of a recipe's trainer ranks and engines, and their peak speed; without weights or a GPU.
 
-Arithmetic on the sizes in a model's config.json, and on the shapes of its parameters, which are made without storage.
-The coefficients of activations were read off torch's memory tracker, run on the trainer's own update with models of
-0.5B to 70B parameters; its figures are golden values of the tests. `areal-lite estimate` calls this, and prints it.
+Arithmetic on the sizes in a model's config.json, and on the shapes of its parameters, which get no storage. The
+coefficients of activations were read off torch's memory tracker, run on the trainer's own update with models of 0.5B to
+70B parameters; its figures are golden values of the tests. `areal-lite estimate` prints the results.
 """
 
 import json
@@ -28,8 +28,8 @@ from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
 
 KNOWN: Mapping[str, Any] = json.loads((Path(__file__).parent / "known.json").read_text())
-"""`models`: what of a published config.json decides sizes. `gpus`: GiB that torch sees, TFLOP/s of dense bfloat16
-matrices, TB/s of memory."""
+"""`models`: the part of a published config.json that decides sizes. `gpus`: GiB that torch sees, TFLOP/s of dense
+bfloat16 matrices, TB/s of memory."""
 _MARGIN = 1.08
 """Activations count as this much more than their tensors, as allocators leave gaps: a choice, not a measurement."""
 _HANDOVER_BUFFERS = 2 * 256 * 2**20
@@ -43,7 +43,7 @@ _BATCHED_TOKENS = 8192
 def architecture_of(config: Config) -> Any:
     """Return the transformers config of the recipe's model: built in, known by name, of a folder, or downloaded before.
 
-    A name with more behind it, as `-Instruct` or `-Base`, is a known model trained further: its sizes are the same.
+    A name with a suffix, such as `-Instruct` or `-Base`, is a known model trained further, of the same sizes.
 
     Raises:
         ConfigError: It is none of them.
@@ -58,13 +58,13 @@ def architecture_of(config: Config) -> Any:
     except OSError as error:
         raise ConfigError(
             "model.path must be a folder with config.json, the hub id of a model downloaded before, or one of "
-            f"{', '.join(KNOWN['models'])}, got {path}{suggestion(path, KNOWN['models'])}: weights are not needed"
+            f"{', '.join(KNOWN['models'])}, got {path}{suggestion(path, KNOWN['models'])} (weights are not needed)"
         ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSize:
-    """A model, and what a trainer rank holds at the peak of an update."""
+    """The sizes of a model, and the memory of a trainer rank at the peak of an update."""
 
     num_parameters: int
     num_active: int
@@ -87,11 +87,11 @@ class RankSize:
 
 
 def rank_size(architecture: Any, config: Config) -> RankSize:
-    """Return what a trainer rank takes at the peak of an update whose micro-batches are as full as the recipe allows.
+    """Estimate a trainer rank's memory at the peak of an update whose micro-batches are full.
 
     A rank keeps its shard of float32 weights, gradients and two moments. FSDP2 gathers what is outside of the layers
     and two layers, one of them ahead, in the compute dtype; the gradient of a layer is on its way in float32.
-    Reference and critic, which wait meanwhile, are added, as large as the policy.
+    Reference and critic count as large as the policy.
 
     Example: Qwen2.5-7B, 7.62 billion numbers on 8 ranks, keeps 4 x 7.62 / 8 GB = 3.55 GiB of weights; with 1.09
     billion numbers outside of layers of 0.233 billion, 2 x (1.09 + 2 x 0.233) GB = 2.90 GiB more are gathered.
@@ -156,7 +156,7 @@ def _numbers_in_layers(model: nn.Module) -> int:
 def _activation_parts(
     architecture: Any, config: Config, *, layer_numbers: float, has_query_norm: bool
 ) -> dict[str, float]:
-    """Return the bytes that all layers keep until the backward pass, and those of whatever is at work at the peak.
+    """Return the bytes that all layers keep until the backward pass, and those of the layer at work at the peak.
 
     Per token, H, Q, K and I numbers wide in hidden states, queries, keys and hidden units of the MLP. A layer keeps its
     input, what its norms see (in float32), keys, values, and of the MLP gate, activation, up projection and product.
@@ -216,10 +216,10 @@ def num_parameters(model: Any) -> Counter[str]:
 
 
 def handover_bytes(size: RankSize, config: Config) -> float:
-    """Return what a publication takes on rank 0 (`gathers.py`).
+    """Return the bytes of a publication on rank 0 (`gathers.py`).
 
-    Over nccl a layer, all that is not in layers (most of it waits for its turn), and the chunks that are packed and
-    sent; over the others the whole model.
+    Over nccl a layer, everything outside of layers, and the chunks that are packed and sent; over other transports the
+    whole model.
     """
     if config.weights.transport != "nccl":
         return size.num_parameters * _itemsize(config)
@@ -227,7 +227,7 @@ def handover_bytes(size: RankSize, config: Config) -> float:
 
 
 def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: float) -> dict[str, float]:
-    """Return the bytes of each part of an engine's GPU; the cache for keys and values gets what is left.
+    """Return the bytes of each part of an engine's GPU; the KV cache gets the rest.
 
     Args:
         gib: GPU memory; not read on the CPU.
@@ -258,7 +258,7 @@ def kv_bytes_per_token(architecture: Any, config: Config) -> float:
 
 
 def trainer_tokens_per_s(architecture: Any, size: RankSize, config: Config, *, tflops: float) -> float:
-    """Return how many tokens all ranks train at most, every pass of a step included, at the GPU's peak."""
+    """Return the tokens/s that all ranks can train at the GPU's peak, every pass of a step included."""
     objective, minibatches = config.objective, config.trainer.minibatches
     passes = 3.0 + config.trainer.activation_checkpointing
     passes *= 2 if objective.baseline == "critic" else 1
@@ -271,9 +271,9 @@ def trainer_tokens_per_s(architecture: Any, size: RankSize, config: Config, *, t
 def engine_tokens_per_s(
     architecture: Any, size: RankSize, config: Config, *, gib: float, tflops: float, tb_per_s: float
 ) -> float:
-    """Return how many tokens all engines decode at most: a step reads the weights and every sample's cache once.
+    """Return the tokens/s that all engines can decode: a step reads the weights and every sample's cache once.
 
-    Samples are as long as the recipe allows, less half a completion.
+    Samples have the greatest length less half a completion.
     """
     parts, per_token = engine_parts(architecture, size, config, gib=gib), kv_bytes_per_token(architecture, config)
     length = config.model.max_context - config.rollout.max_new_tokens / 2

@@ -43,10 +43,10 @@ def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, t
 
     Args:
         config: The recipe: `run.device`, `model.compute_dtype`, `trainer`.
-        lora: The adapters to train in the place of its weights, which are then in the compute dtype; None = none. Each
-            rank reads the whole model for them, into the host's memory.
-        trained: With float32 master weights; otherwise in the compute dtype alone, without gradients. What the model
-            computes is the same.
+        lora: The adapters to train instead of its weights, which are then in the compute dtype; None = none. With
+            adapters each rank reads the whole model into the host's memory.
+        trained: With float32 master weights; otherwise in the compute dtype alone, without gradients. The outputs are
+            the same.
 
     Raises:
         CheckpointError: The folder lacks weights of the model, or has others.
@@ -63,7 +63,7 @@ def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, t
 def load_value_model(folder: str, config: Recipe) -> nn.Module:
     """Load a model with a head that gives every token one number, 0 at the start; as `load_model`.
 
-    The head is new even where the folder has one: a value is not the score of another task.
+    The head is new even where the folder has one, which scores another task.
     """
     return _load(AutoModelForTokenClassification, folder, config, new_head=True, num_labels=1)
 
@@ -71,8 +71,8 @@ def load_value_model(folder: str, config: Recipe) -> nn.Module:
 def load_reward_model(folder: str, config: Recipe, *, pad_token_id: int) -> nn.Module:
     """Load a model with a head that gives every sequence one score; as `load_model`.
 
-    The score is 0 at the start, unless the folder is a reward model's, whose head is kept. It is read at the last token
-    that is not padding, by the model's own `forward`: whoever loads the trained folder with transformers gets the same.
+    The score is 0 at the start, unless the folder is a reward model's, whose head is kept. The model's own `forward`
+    reads it at the last token that is not padding, so the trained folder gives the same score in transformers.
     """
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     new_head = not any("SequenceClassification" in name for name in architectures)
@@ -97,12 +97,12 @@ def _load(
             setattr(architecture, name, 0.0)
     attention: str | None = config.trainer.attention
     if attention == "auto":
-        # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
+        # transformers would choose sdpa, which ignores the capping of logits without a warning.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
     elif attention == "sdpa" and getattr(architecture, "attn_logit_softcapping", None):
         raise ConfigError(
-            f"trainer.attention=sdpa does not cap attention logits, as {folder} ({architecture.model_type}) does: the "
-            "trainer would be another model. Fix: set trainer.attention=eager, or auto"
+            f"trainer.attention=sdpa does not cap attention logits, but {folder} ({architecture.model_type}) does. "
+            "Fix: set trainer.attention=eager, or auto"
         )
     if config.trainer.mesh.context > 1:
         attention = NAME
@@ -110,7 +110,7 @@ def _load(
     num_parts = config.trainer.ranks // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
 
     def shard(model: Any, *_: object) -> nn.Module:
-        # A tied tensor is one before it is sharded, or it would be gathered once per name.
+        # Tie before sharding: a tied tensor would otherwise be gathered once per name.
         model.tie_weights()
         if attention == NAME:
             check_divisible(model, config.trainer.mesh.context)
@@ -143,7 +143,7 @@ def _load(
     if not isinstance(model, FSDPModule):
         model = shard(model)
     for module in model.modules():
-        # Heads have rates of their own, which no config need name.
+        # A head may have a rate that its config does not name.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if config.trainer.activation_checkpointing:
@@ -156,9 +156,9 @@ def _load(
 
 
 def _reads_in_parts(model: nn.Module, num_parts: int) -> bool:
-    """Tell whether what transformers makes of the files' tensors can be made of a rank's rows of them.
+    """Whether a rank can convert its own rows of the files' tensors to the model's parameters.
 
-    It can where experts are stacked, each rank having some; not where projections are fused or split.
+    It can where experts are stacked and each rank has some; not where projections are fused or split.
     """
     converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
     experts = [len(weight) for weight in model.parameters() if weight.dim() == 3]
@@ -172,7 +172,7 @@ def _reads_in_parts(model: nn.Module, num_parts: int) -> bool:
 
 
 def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module | None, folder: str) -> None:
-    """Raise if the folder lacks weights, or has some that the model does not; a new head replaces another one."""
+    """Raise if the folder lacks weights, or has some that the model lacks; a new head replaces another one."""
     missing, unexpected = keys["missing_keys"], keys["unexpected_keys"]
     if head is not None:
         new = {id(parameter) for parameter in head.parameters()}
@@ -180,22 +180,22 @@ def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module 
         unexpected = set()
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} must hold the weights that its config.json describes ({type(model).__name__}), got a folder "
-            f"without {sorted(missing)[:5]} ({len(missing)} in all), and with {sorted(unexpected)[:5]} "
-            f"({len(unexpected)}) that the model has no place for: set the path to the whole folder of one model"
+            f"{folder} must hold the weights that its config.json describes ({type(model).__name__}), got "
+            f"{len(missing)} missing ({sorted(missing)[:5]}) and {len(unexpected)} unknown ({sorted(unexpected)[:5]}). "
+            "Fix: set the path to the whole folder of one model"
         )
 
 
 def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn.Module:
-    """Spread the model over the ranks with FSDP2, in place: a unit per decoder layer, one for the rest.
+    """Shard the model over the ranks with FSDP2, in place: a unit per decoder layer, one for the rest.
 
-    A single float32 rank has nothing to spread and nothing to cast, and is left alone: the hooks cost 4 % of a step
-    of the built-in model in micro-batches of 2560 tokens, 7 % in micro-batches of 1280.
+    A single float32 rank is left alone, as it has nothing to shard or cast: the hooks cost 4 % of a step of the
+    built-in model in micro-batches of 2560 tokens, 7 % in micro-batches of 1280.
 
     Args:
-        model: Alike on all ranks, or on the meta device.
-        config: The recipe; the ranks' process group exists, unless it is one float32 rank without offload. The compute
-            dtype is of the matrix work; master weights and gradient sums stay float32.
+        model: The same on all ranks, or on the meta device.
+        config: The recipe; the ranks' process group exists, unless there is one float32 rank without offload. The
+            compute dtype is that of the matrix work; master weights and gradient sums stay float32.
         device: The rank's device.
     """
     settings, compute_dtype = config.trainer, getattr(torch, config.compute_dtype)
@@ -218,10 +218,10 @@ def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn
 
 
 def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor) -> Tensor:
-    """Run the model and read something off the logits, or the values, of the places that predict completion tokens.
+    """Run the model and read numbers off the logits, or the values, at the places that predict completion tokens.
 
-    The places are chosen in front of the output layer, which waits for the end of the model's own `forward`. Hooks do
-    both, because that must run: FSDP hangs on it, and some models scale their logits there.
+    One hook selects these places before the output layer, and another reads the logits at the end of the model's own
+    `forward`, which must run: FSDP is attached to it, and some models scale their logits there.
 
     Args:
         batch: One micro-batch with T completion tokens.
@@ -229,7 +229,7 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
             several numbers per token.
 
     Returns:
-        What `read` says of all T tokens. No matrix has more logits than a piece.
+        What `read` returns for all T tokens. No matrix has more logits than a chunk.
     """
     causal_lm: Any = model
     output_layer = causal_lm.get_output_embeddings() or _value_head(model)
@@ -244,7 +244,7 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
     def finish(_model: nn.Module, _inputs: Any, output: Any) -> None:
         output.logits = read_in_chunks(output.logits, read, *aligned_T)
 
-    # In front of FSDP's own hook, which ends the time of whole weights.
+    # Before FSDP's own hook, after which the weights are no longer whole.
     hooks = [output_layer.register_forward_pre_hook(choose), model.register_forward_hook(finish, prepend=True)]
     try:
         result: Tensor = model(**arguments, use_cache=False).logits
@@ -256,7 +256,7 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
 
 @torch.no_grad()
 def _check_packing(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Look whether what a packed row is told depends on the row in front, as in models that make masks of their own."""
+    """Raise if a packed row's outputs depend on the row before it, as in models that build masks of their own."""
     architecture: Any = model.config
     refused = "chunked_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ())
     if not refused:
@@ -267,9 +267,9 @@ def _check_packing(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         refused = bool((one - other).abs().max() > max(1e-4, 8 * torch.finfo(dtype).eps) * one.abs().max())
     if refused:
         raise ConfigError(
-            "trainer.packing needs a model that keeps to a row where positions begin anew, got "
-            f"{type(model).__name__}, whose attention looks at the row in front, or is cut by places in the pass: set "
-            "trainer.packing=false"
+            "trainer.packing needs a model whose attention stays within a row, where positions restart, got "
+            f"{type(model).__name__}, whose attention sees the row before, or is cut by places in the pass. "
+            "Fix: set trainer.packing=false"
         )
 
 
@@ -287,7 +287,7 @@ def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         [T] float32 values in units of return.
     """
-    own_routes = replace(batch, routes_RSLK=None)  # those of a sample are the policy's
+    own_routes = replace(batch, routes_RSLK=None)  # a sample's routes are the policy's
     return completion_outputs(model, own_routes, lambda values: values.squeeze(1).float())
 
 
@@ -297,10 +297,9 @@ def _value_head(model: nn.Module) -> nn.Linear:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop the gathered parameters that a forward pass leaves behind when no backward pass follows it.
+    """Free the gathered parameters after a forward pass that no backward pass follows.
 
-    Otherwise `model.parameters()` would be whole tensors in the compute dtype, not the float32 shards, until the next
-    backward pass.
+    Otherwise `model.parameters()` would be whole tensors in the compute dtype instead of float32 shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""What one optimiser update minimises: which tokens count and how much, and the losses of a micro-batch.
+"""The loss of one optimiser update: which tokens count, how much, and the terms of a micro-batch.
 
 The arithmetic itself is in `algo/`. Shape letters: `T` completion tokens of the shard or of a micro-batch, `V`
 vocabulary.
@@ -33,35 +33,35 @@ PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """From the current log-probabilities and named tensors, as of `algo.losses.policy_loss`, to a loss and sums to log."""
 
 _FURTHEST = 100.0
-"""An adaptive coefficient stays within this factor of the recipe's: the distance to a reference starts at 0, and a
-coefficient halved at every step until it grows would take as many steps to come back."""
+"""An adaptive coefficient stays within this factor of the recipe's. The distance to a reference starts at 0: a
+coefficient that was halved at every step until then would need as many steps to recover."""
 
 
 class KLCoefficient:
-    """The weight of a KL term, which may follow the KL that is measured; a checkpoint carries it on."""
+    """The weight of a KL term, which may adapt to the measured KL; a checkpoint holds it."""
 
     def __init__(self, first: float, *, target: float | None) -> None:
         self.value = self._first = first
         self._target = target
 
     def adapt(self, measured: float | None) -> None:
-        """Move the weight towards its target, if it has one, given a step's mean KL in nats per token."""
+        """Adapt the weight to a step's mean KL in nats per token, if it has a target."""
         if measured is not None and self._target is not None:
             moved = adapt_coefficient(self.value, measured=measured, target=self._target)
             self.value = min(max(moved, self._first / _FURTHEST), self._first * _FURTHEST)
 
     def restore(self, saved: float | None) -> None:
-        """Go on with a saved weight where it follows a target; the recipe's stays where it is fixed."""
+        """Continue with a saved weight if it has a target; else the recipe's stays."""
         self.value = self._first if saved is None or self._target is None else saved
 
 
 def weigh_tokens(batch: PolicyBatch, config: Config) -> list[bool]:
-    """Fill in the weights of the batch's tokens, and which of them the behaviour filter keeps; collective.
+    """Set the weights of the batch's tokens, and which of them the behaviour filter keeps; collective.
 
     Denominators are those of whole updates: the loss mask before any behaviour weight, over all ranks.
 
     Returns:
-        Of each update, whether no token of any rank trains in it.
+        For each update, whether no token of any rank trains in it.
     """
     tokens = batch.tokens
     tokens.kept_T = _kept_tokens(batch, config.objective)
@@ -115,13 +115,13 @@ class UpdateLoss:
     config: Config
     is_first: bool
     """The weights are still those of the moment the batch was taken: the current logprobs, detached, are the proximal
-    ones, and are filled in here where nothing needed them before."""
+    ones, and are set here unless they were needed before."""
     kl_coef: float
     """Of the KL to the reference."""
     policy_term: PolicyTerm
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the model; return the share of the loss, and what is logged, by the names of the metrics."""
+        """Run the model; return the share of the loss, and sums to log, by the names of the metrics."""
         everything, places_T = self.batch.tokens, micro_batch.tokens_T
         objective, temperature = self.config.objective, self.config.rollout.temperature
 
@@ -188,7 +188,7 @@ class UpdateLoss:
         return torch.cat([diffs_T, diffs_T.new_zeros(1)]).max()
 
     def _kl_terms(self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Any]) -> Iterator[Tensor]:
-        """Yield the weighted distances to the reference and to the proximal policy, as far as they are asked for."""
+        """Yield the weighted distances to the reference and to the proximal policy that the recipe has."""
         objective = self.config.objective
         penalty = partial(kl_penalty, current_T, **weighting)
         if objective.kl == "loss" and (reference_T := tokens.reference_logprobs_T) is not None:
@@ -204,9 +204,9 @@ class UpdateLoss:
 def critic_loss(
     micro_batch: MicroBatch, *, model: nn.Module, batch: PolicyBatch, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run the critic; return a micro-batch's share of its update's loss, and what is logged.
+    """Run the critic; return a micro-batch's share of its update's loss, and sums to log.
 
-    It learns the return from each state on, the state being a prompt with part of a completion.
+    It learns the return from each state on: a prompt with part of a completion.
 
     Args:
         batch: Scored, with targets and weights.
@@ -252,7 +252,7 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
         if not isinstance(loss, Tensor) or not isinstance(sums, dict) or loss.shape or not loss.is_floating_point():
             raise PluginError(
                 f"objective.loss_function={name} must return a scalar loss and a dict of sums to log, got "
-                f"{described(loss)} and {type(sums).__name__}: return (weights * terms).sum(), {{}}"
+                f"{described(loss)} and {type(sums).__name__}. Fix: return (weights * terms).sum(), {{}}"
             )
         return loss, {str(key): _scalar(value, key=key, name=name) for key, value in sums.items()}
 
@@ -262,12 +262,12 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
 def _scalar(value: Any, *, key: Any, name: str) -> Tensor:
     if (isinstance(value, Tensor) and value.shape) or not isinstance(value, Tensor | int | float):
         raise PluginError(
-            f"objective.loss_function={name} must return one number for {key!r}, got {described(value)}: return its "
-            "sum over the loss mask"
+            f"objective.loss_function={name} must return one number for {key!r}, got {described(value)}. "
+            "Fix: return its sum over the loss mask"
         )
     return torch.as_tensor(value)
 
 
 def _total(values_T: Tensor, tokens: Tokens) -> Tensor:
-    """Add up over the loss mask what the log shows as a mean."""
+    """Sum over the loss mask what the log shows as a mean."""
     return torch.where(tokens.loss_mask_T, values_T, 0.0).sum()

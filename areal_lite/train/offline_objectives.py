@@ -1,7 +1,7 @@
-"""What the offline commands minimise: supervised learning, the reward model, and direct preference learning.
+"""The losses of the offline commands: supervised learning, the reward model, and direct preference learning.
 
-An objective runs the model on a pass and returns [E, 1 + F]: each example's loss, which can be differentiated, and its
-figures. Both are added up over examples, passes and ranks, and divided by the sum of the examples' weights.
+An objective runs the model on a pass and returns [E, 1 + F]: each example's differentiable loss, and its figures. The
+caller sums them over examples, passes and ranks, and divides by the sum of the examples' weights.
 
 Shape letters: `E` examples of a forward pass, `B` its rows (an example's completions one after another), `T`
 completion tokens, `F` figures.
@@ -57,7 +57,7 @@ def direct_preference(model: nn.Module, part: Part, settings: PreferenceConfig) 
     if settings.loss == "simpo":
         losses_E = simpo_loss(chosen_E, rejected_E, **lengths, beta=settings.beta, margin=settings.simpo_margin)
     else:
-        assert part.reference_E2 is not None, "the reference comes before the first step"
+        assert part.reference_E2 is not None, "the reference runs before the first step"
         reference_chosen_E, reference_rejected_E = part.reference_E2.unbind(dim=1)
         losses_E = dpo_loss(
             chosen_E,
@@ -80,12 +80,12 @@ OBJECTIVES: Mapping[str, Callable[[nn.Module, Part, PreferenceConfig], Tensor]] 
     "reward_model": reward_model,
     "dpo": direct_preference,
 }
-"""By command; with figures `accuracy`, the share of tokens that would be the greedy choice, or of pairs in the right
-order (a tie is half), and of pairs the `margin`, how much better the chosen completion scores."""
+"""By command. Figures: `accuracy`, the share of tokens that are the greedy choice, or of pairs in the right order (a
+tie counts half), and for pairs `margin`, how much better the chosen completion scores."""
 
 
 def weights(part: Part, command: str) -> Tensor:
-    """Return what each example counts, [E]: its completion tokens, or one for a pair."""
+    """Return each example's weight, [E]: its completion tokens, or 1 for a pair."""
     return part.lengths_B if command == "sft" else torch.ones_like(part.places_E)
 
 
@@ -95,7 +95,7 @@ def row_logprobs(model: nn.Module, part: Part) -> Tensor:
 
 
 def _by_row(values_T: Tensor, part: Part) -> Tensor:
-    """Add up the values of each row's completion tokens."""
+    """Sum the values of each row's completion tokens."""
     rows_T = torch.repeat_interleave(torch.arange(len(part.lengths_B), device=part.lengths_B.device), part.lengths_B)
     return values_T.new_zeros((len(part.lengths_B), *values_T.shape[1:])).index_add(0, rows_T, values_T)
 
@@ -106,6 +106,6 @@ def _pairs(values_B: Tensor) -> Sequence[Tensor]:
 
 
 def _with_margins(losses_E: Tensor, margin_E: Tensor) -> Tensor:
-    """Put beside the losses which pairs are in the right order, ties as halves, and the margins."""
+    """Stack the losses with which pairs are in the right order (a tie counts half) and the margins."""
     right_E = (margin_E > 0).float() + 0.5 * (margin_E == 0).float()
     return torch.stack([losses_E, right_E, margin_E.detach()], dim=1)

@@ -1,6 +1,6 @@
 """One optimiser update over micro-batches: AdamW, clipping, skipping, and the learning rate of a step.
 
-What is learned comes in as functions: reinforcement learning, the critic and the offline objectives share this.
+Losses come in as functions: the policy, the critic and the offline objectives share this.
 """
 
 import logging
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an optimiser update did."""
+    """The outcome of an optimiser update."""
 
     applied: bool
     """False when the gradient norm was not finite: weights and optimiser state are as before."""
     grad_norm: float
     """Global L2 norm before clipping; may be NaN or infinite when not applied."""
     figures: Sequence[Mapping[str, Tensor]]
-    """What each share returned beside its loss."""
+    """What each share returned to log."""
 
 
 class Learner:
     """A model with its AdamW optimiser."""
 
     def __init__(self, model: nn.Module, *, settings: TrainerConfig, total_steps: int) -> None:
-        """Make the optimiser; the learning rate ends with so many steps.
+        """Make the optimiser for a run of so many steps.
 
-        Weights of matrices decay; norms and biases, stacked ones of experts included, do not.
+        Matrices decay; norms and biases do not, the stacked ones of experts included.
         """
         self.model, self.settings, self._total_steps = model, settings, total_steps
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        # Tensor operations on lists take those of one mesh.
+        # Operations on lists of tensors need tensors of one mesh.
         groups: dict[tuple[Any, float], list[nn.Parameter]] = {}
         for name, parameter in trained.items():
             decay = settings.weight_decay if parameter.ndim > 1 and not name.endswith("bias") else 0.0
@@ -56,7 +56,7 @@ class Learner:
             betas=(settings.beta1, settings.beta2),
             fused=True,
         )
-        # What AdamW would make on its first step, so that a checkpoint before it is like any other.
+        # AdamW would make this state on its first step; a checkpoint before that step needs it too.
         for parameter in trained.values():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -69,11 +69,11 @@ class Learner:
         return learning_rate(step, total_steps=self._total_steps, settings=self.settings)
 
     def update(self, shares: Iterable[Share], *, step: int) -> Update:
-        """Add up the gradients of all micro-batches, clip them, and step unless their norm is not finite; collective.
+        """Sum the gradients of all micro-batches, clip them, and step unless their norm is not finite; collective.
 
         Args:
-            shares: Their losses, of all micro-batches and all ranks, add up to the loss of the update. Equally many on
-                every rank.
+            shares: Functions whose losses, over all micro-batches and ranks, sum to the loss of the update; equally
+                many on every rank.
         """
         figures, waiting, num_shares = [], list(shares), self.settings.ranks // self.settings.mesh.tensor
         while waiting:
@@ -81,7 +81,7 @@ class Learner:
             figures.append(logged)
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(not waiting or self.settings.reduce_every == "micro_batch")
-            # FSDP averages gradients over the ranks; the shares are to be added.
+            # FSDP averages gradients over the ranks, but the shares must be summed.
             (loss * num_shares).backward()  # type: ignore[no-untyped-call]
         grad_norm = self._clip_gradients()
         applied = math.isfinite(grad_norm)

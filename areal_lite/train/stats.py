@@ -1,4 +1,4 @@
-"""What a trainer step reports: figures added up over its updates, then over the ranks, as `METRICS` declares them."""
+"""The metrics of a trainer step: sums over its updates, then over the ranks, as `METRICS` declares them."""
 
 import operator
 from collections import Counter
@@ -22,14 +22,14 @@ COUNTS = {
     "policy_updates": Reduction.ALIKE,
     "critic_updates": Reduction.ALIKE,
 }
-"""What means are taken over beside the metrics; updates are those that were applied."""
+"""Divisors of means beside the metrics; updates are those that were applied."""
 
 _REDUCTIONS = COUNTS | {metric.name: metric.reduction for metric in METRICS if metric.reduction}
 _OWN = "loss_metrics/"
 
 
 def own_metric(name: str) -> str:
-    """Return the name under which a tally adds up what a loss function returns to log."""
+    """Return the name under which a tally sums a figure that a loss function returns."""
     return f"{_OWN}{name}"
 
 
@@ -45,15 +45,15 @@ class StepTally:
         return self._values.get(name) or 0
 
     def add(self, **values: float | None) -> None:
-        """Join values to those so far, as their metrics declare; None = there is no such figure in this step."""
+        """Combine values with those so far, as their metrics declare; None = this step has no such figure."""
         for name, value in values.items():
             join = max if _reduction(name) is Reduction.MAX else operator.add
             self._values[name] = None if value is None else join(value, self[name])
 
     def add_update(self, update: Update, **counts: float) -> None:
-        """Join what the micro-batches of an update returned, as their metrics declare, and what it counts for.
+        """Combine the figures of an update's micro-batches, as their metrics declare, and its counts.
 
-        Of an update that was not applied, the largest values count alone, and that it was skipped.
+        An update that was not applied adds its largest values, and that it was skipped; nothing else.
         """
         for name in dict.fromkeys(name for figures in update.figures for name in figures):
             values = torch.stack([figures[name] for figures in update.figures if name in figures])
@@ -67,7 +67,7 @@ class StepTally:
         self._ages.update(ages)
 
     def add_batch(self, batch: PolicyBatch) -> None:
-        """Count what is over age, and of all that may train the quarters, by their samples' lengths; collective."""
+        """Count tokens over age, and tokens by quarter of their sample and by its length; collective."""
         tokens, device = batch.tokens, batch.lengths_B.device
         starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
         lengths_T = batch.lengths_B[tokens.rows_T]
@@ -103,7 +103,7 @@ class StepTally:
         """
         totals = dict(self._values)
         for reduction, over_ranks in ((Reduction.MAX, max_over_ranks), (Reduction.SUM, sum_over_ranks)):
-            # All that are declared, so that ranks agree on the order.
+            # All declared names, so that ranks agree on the order.
             names = [name for name, declared in _REDUCTIONS.items() if declared is reduction]
             joined = _over_ranks(over_ranks, [self[name] for name in names], device)
             for name, total in zip(names, joined, strict=True):

@@ -1,8 +1,8 @@
 """One trainer rank, and the trainer step from a shard of a batch to new weights; a Ray actor wraps it.
 
-The step reads from top to bottom: rows become tensors (`batch.py`), the models score them (`score.py`), rewards become
-advantages (`advantages.py`), tokens get their weights, and each minibatch has an update of the policy (`objective.py`,
-`optimiser.py`) and of the critic. Every method is collective: all ranks call it.
+Data flow of a step: rows become tensors (`batch.py`), the models score them (`score.py`), rewards become advantages
+(`advantages.py`), tokens get their weights, and each minibatch updates the policy (`objective.py`, `optimiser.py`) and
+the critic. Every method is collective: it waits until all ranks have called it.
 """
 
 import time
@@ -42,7 +42,7 @@ class Trainer:
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
 
         Raises:
-            PluginError: A function of the recipe's own cannot be found.
+            PluginError: A loss or advantage function of the recipe cannot be found, or does not take its settings.
         """
         objective = config.objective
         self._config, self._rank, self._model_folder = config, rank, model_folder
@@ -50,14 +50,14 @@ class Trainer:
         self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
         lora = config.trainer.lora
         self.model = load_model(model_folder, config, lora=lora)
-        """The transformers model; its parameters are DTensors where FSDP2 is on."""
+        """The transformers model; its parameters are DTensors where FSDP2 shards it."""
         if config.rollout.replay_routes:
             replay_routes(self.model)
         self._learner = Learner(self.model, settings=config.trainer, total_steps=config.run.steps)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
             self._reference = self.model
-            if lora is None or objective.reference_path is not None:  # else it is the model without its adapters
+            if lora is None or objective.reference_path is not None:  # else the model with its adapters off
                 folder = objective.reference_path or model_folder
                 self._reference = load_model(folder, config, trained=False)
         self._critic: Learner | None = None
@@ -69,15 +69,18 @@ class Trainer:
         self.version = 0
         """Number of completed trainer steps."""
         self.progress = 0
-        """Grows with every forward pass, for whoever watches for stalls."""
+        """Grows with every forward pass, for the watchdog."""
         for model in filter(None, {self.model, self._reference, self._critic.model if self._critic else None}):
             model.register_forward_pre_hook(self._count_pass)
 
     def train_step(self, shard: Shard) -> dict[str, Any]:
-        """Train one batch: `trainer.minibatches` optimiser updates, after which the version is one higher.
+        """Train one batch, `trainer.minibatches` optimiser updates, and raise the version by one.
 
         Args:
-            shard: This rank's rows of the batch, taken at the present version.
+            shard: This rank's rows of the batch, taken at the current version.
+
+        Returns:
+            The step's metrics by name, of all ranks.
 
         Raises:
             LedgerError: The batch was taken at another version.
@@ -85,7 +88,7 @@ class Trainer:
         if shard.version != self.version:
             raise LedgerError(
                 f"a batch must be taken at the trainer's version {self.version}, got {shard.version} for batch "
-                f"{shard.batch_id}: restore queue and trainer from the same checkpoint"
+                f"{shard.batch_id}. Fix: restore queue and trainer from the same checkpoint"
             )
         config, tally = self._config, StepTally()
         if on_gpu := self._device.type == "cuda":
@@ -126,11 +129,11 @@ class Trainer:
     def score(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], routes: Sequence[Any] | None = None
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the completion logprobs of sequences under the present weights at temperature 1.
+        """Return the completion logprobs of sequences under the current weights at temperature 1.
 
         Args:
-            sequences: (prompt token ids, completion token ids) pairs; each rank may bring its own.
-            routes: Of each sequence the experts to take, as `Sample.routes`; None = the routers choose.
+            sequences: (prompt token ids, completion token ids) pairs; ranks may have different ones.
+            routes: `Sample.routes` of each sequence; None = the routers choose.
 
         Returns:
             Per sequence [T] float32 nats.
@@ -142,7 +145,7 @@ class Trainer:
         return rows.split(logprobs_T.cpu().numpy())
 
     def snapshot(self, *, copied: bool = False) -> Callable[[Path], None]:
-        """Return what writes a checkpoint of this moment into a folder, from a thread if copied; both collective."""
+        """Return a function that writes a checkpoint of this moment, in a thread if copied; both are collective."""
         return take_snapshot(
             self._learner,
             version=self.version,
@@ -154,11 +157,11 @@ class Trainer:
         )
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint, written by any number of ranks.
+        """Continue from a checkpoint that any number of ranks wrote.
 
         Raises:
-            CheckpointError: It is missing or broken, of another model, without the critic that the recipe has, or the
-                model does not say what it said when it was saved.
+            CheckpointError: It is missing, broken, of another model, or without the critic that the recipe has, or the
+                loaded model is not the saved one.
         """
         limit, critic = self._config.parity_limit(), self._critic
         self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
@@ -174,7 +177,7 @@ class Trainer:
 
     def _update(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
         """Update policy and critic on a minibatch in which some token trains."""
-        # A critic that knows nothing yet would make noise of the rewards.
+        # An untrained critic would turn the rewards into noise.
         if self._critic is None or self.version >= self._config.critic.warmup_steps:
             self._update_policy(batch, number, tally)
         if self._critic is not None:

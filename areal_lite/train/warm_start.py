@@ -1,4 +1,4 @@
-"""The built-in model: a tiny Qwen3 that a short supervised run has shown how the recipe's tasks are done.
+"""The built-in model: a tiny Qwen3, trained briefly on worked solutions of the recipe's tasks.
 
 The result is an ordinary Hugging Face folder, cached under a hash of everything that shapes it.
 """
@@ -25,7 +25,7 @@ Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
 
 _RECIPE_VERSION = 1
-"""Raised when the code below changes what comes out."""
+"""Raised when a change of the code below changes the model."""
 _HEAD_DIM = 32
 _NUM_EXAMPLES = 8192
 _MAX_THREADS = 4
@@ -41,10 +41,10 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
         progress: Not called on a cache hit.
 
     Returns:
-        `cache_dir/<hash>`, complete: it appears in one piece.
+        `cache_dir/<hash>`, complete: it is renamed into place.
 
     Raises:
-        ConfigError: There is nothing to learn from, and `model.warm_start.steps` is not 0; or no room in the cache.
+        ConfigError: There is nothing to learn from although `model.warm_start.steps` is not 0, or no room in the cache.
         DataError: A demonstration holds a character that is not in the model's alphabet.
     """
     shown = demonstrations(config, count=_NUM_EXAMPLES)

@@ -47,7 +47,7 @@ def test_what_does_not_fit_comes_with_what_to_change() -> None:
         ([full], {"activations": 77.0}, "activations alone take 77.0: lower model.max_context=2048"),
         ([full], {"kv_tokens": 2047}, "raise rollout.tensor_parallel=1 to 4 or more"),
         ([full], {"kv_tokens": 0, "transfers": 70.0}, "activations and transfers alone take 74.0"),
-        (["weights.transport=ipc", "rollout.workers=2", full], {}, "of 8.0 on H100"),
+        (["weights.transport=ipc", "rollout.workers=2", full], {}, "of 8.0 GiB on H100"),
     ):
         (problem,) = verdict(*overrides, **sizes)  # type: ignore[arg-type]
         assert words in problem
