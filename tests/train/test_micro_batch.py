@@ -107,7 +107,7 @@ def test_no_family_looks_from_one_packed_row_into_another(family: str, tmp_path:
     """
     folder, config = save_family(family, str(tmp_path)), make_config(trainer={"packing": True})
     if family == "OPT":
-        with pytest.raises(ConfigError, match="got OPTForCausalLM, whose attention looks at the row in front"):
+        with pytest.raises(ConfigError, match="got OPTForCausalLM, whose attention sees the row before"):
             load_model(folder, config)
         return
     model = load_model(folder, config)

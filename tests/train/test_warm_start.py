@@ -181,7 +181,7 @@ def test_no_room_for_it_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytes
         recipe(data=GUESS, model=SMALL),
         r"the folder for the built-in model, .* must be writable, got ",
     )
-    with pytest.raises(ConfigError, match=rf"{said}.*/file/cache: Not a directory; choose another"):
+    with pytest.raises(ConfigError, match=rf"{said}.*/file/cache: Not a directory. Fix: choose another"):
         ensure_warm_start(config, cache_dir=tmp_path / "file" / "cache")
 
     def full(*_: Any) -> None:
