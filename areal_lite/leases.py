@@ -90,7 +90,7 @@ class LeaseWorker(ABC):
         self._connected.set()
         return sum(kept), len(kept) - sum(kept)
 
-    async def _deliver(self, lease: Lease, ask: Callable[[], Awaitable[bool]]) -> bool:
+    async def _deliver(self, lease: Lease, send: Callable[[], Awaitable[bool]]) -> bool:
         """Hand in a result, repeatedly until the queue, or the one that replaced it, has acknowledged it.
 
         A result that the queue refuses fails its lease alone.
@@ -102,7 +102,7 @@ class LeaseWorker(ABC):
         while True:
             await self._connected.wait()
             try:
-                return await ask()
+                return await send()
             except QueueTimeout as error:
                 logger.warning("handing in a result again: %s", error)
             except WireError as error:
@@ -110,7 +110,7 @@ class LeaseWorker(ABC):
                     raise
                 is_refused = True
                 logger.error("the queue refused lease %s: %s", lease.lease_id, error)
-                ask = partial(self._client.fail, lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
+                send = partial(self._client.fail, lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         while True:

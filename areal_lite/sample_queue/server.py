@@ -54,7 +54,7 @@ _FAREWELL_MS = 200
 """Longest time that closing waits for the last answers to leave."""
 
 _Kind = tuple[str, bool]
-"""Name of a request, and whether it asks for any work: what there is not for one, there is not for its like."""
+"""Name of a request, and whether it wants any work: if one of a kind must wait, all of that kind must."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

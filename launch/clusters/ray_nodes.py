@@ -89,7 +89,7 @@ class RayNodes:
         return [problem for problem in found if problem]
 
     def _ports(self, index: int) -> range:
-        """Ports of a node's Ray, of which no other node has any: two nodes may be one machine."""
+        """Ports of a node's Ray, disjoint from other nodes', as two nodes may be one machine."""
         ports = self._job.profile.port_range
         size = len(ports) // 2 // len(self._shells)
         return ports[index * size : (index + 1) * size]

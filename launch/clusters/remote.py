@@ -1,7 +1,7 @@
 """A process on a node: started by a script over the node's shell, watched, and ended by the id in its log.
 
 The script arrives over stdin, so that no token shows in a list of processes. Only processes of this job are ended: one
-with the same number but without AREAL_LITE_JOB in its environment belongs to somebody else.
+with the same number but without the job's AREAL_LITE_JOB in its environment is a stranger's.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ class SlurmSettings(Section):
     time: str | None = None
     """time limit, such as 4:00:00; a number alone is minutes; null = the partition's"""
     signal_s: int = Field(300, ge=10)
-    """seconds before the time limit at which the run is asked to save and stop"""
+    """seconds before the time limit at which the run starts to save and stop"""
     requeue: bool = True
     """continue in another job after the time limit, or when a node failed"""
     options: list[str] = []

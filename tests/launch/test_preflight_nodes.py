@@ -47,7 +47,7 @@ def test_nodes_that_are_fit_are_shown(nodes, tmp_path) -> None:
 def test_an_unshared_folder_and_a_slow_link_stop_the_run_with_what_to_do(nodes, tmp_path) -> None:
     nodes[1].slow(rate_mbit=40)
     done = areal_lite(nodes[0], "train", "arith_cpu", "run.dir=/var/tmp/mine", "model.warm_start.steps=1")
-    nodes[1].mend()
+    nodes[1].restore_link()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "/var/tmp/mine must be a folder that all nodes share, got one in which two cannot see" in done.stderr
     assert "an all-reduce over all nodes" in done.stderr

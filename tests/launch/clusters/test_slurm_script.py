@@ -11,7 +11,7 @@ import pytest
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters import remote, slurm
 from areal_lite.launch.clusters.attempts import attempt_scripts
-from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.launch.clusters.slurm import Slurm
@@ -145,21 +145,6 @@ def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(
     assert (done.returncode, "requeued" in done.stdout) == (130, requeues), done
 
 
-@pytest.mark.parametrize(
-    ("shown", "words"),
-    [
-        ("JobState=PENDING ExitCode=0:0 NodeList=(null) Reason=Priority", "job 7 without nodes (Priority), start 1"),
-        ("JobState=PENDING ExitCode=0:0 NodeList= Reason=BeginTime Restarts=1", "without nodes (BeginTime), start 2"),
-        ("JobState=RUNNING ExitCode=0:0 NodeList=n[1-2] Reason=None", "job 7 on n[1-2], start 1"),
-    ],
-)
-def test_a_job_that_waits_says_why(shown: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with `on (null)`."""
-    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 0, shown, ""))
-    job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
-    assert Slurm().status(job).words.endswith(words)
-
-
 def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Seen failing with a TimeoutExpired, and with no nodes where scontrol failed."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
@@ -167,35 +152,51 @@ def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setattr(remote, "_TIMEOUT_S", 0.1)
-    job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
     with pytest.raises(ConfigError, match="Slurm must answer, got"):
-        Slurm().status(job)
+        Slurm().status(EVAL)
     with pytest.raises(ConfigError, match=r"`scontrol show hostnames n\[1-2\]` must work, got: .*late|within"):
-        Slurm().nodes(job.model_copy(update={"profile": Profile(nodes=2)}))
+        Slurm().nodes(EVAL.model_copy(update={"profile": Profile(nodes=2)}))
+
+
+EVAL = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
 
 
 @pytest.mark.parametrize(
-    ("state", "exit_code", "code"),
+    ("shown", "words", "code"),
     [
-        ("RUNNING", "0:0", None),
-        ("COMPLETING", "1:0", None),
-        ("REQUEUED", "0:0", None),
-        ("COMPLETED", "0:0", 0),
-        ("FAILED", "3:0", 3),
-        ("FAILED", "0:9", 137),
-        ("TIMEOUT", "0:0", 1),
-        ("CANCELLED", "0:15", 143),
+        (
+            "PENDING ExitCode=0:0 NodeList=(null) Reason=Priority",
+            "job 7 without nodes (Priority), start 1",
+            None,
+        ),
+        (
+            "PENDING ExitCode=0:0 NodeList= Reason=BeginTime Restarts=1",
+            "job 7 without nodes (Begin), start 2",
+            None,
+        ),
+        ("RUNNING ExitCode=0:0 NodeList=n[1-2]", "running: job 7 on n[1-2], start 1", None),
+        ("REQUEUED ExitCode=0:0 NodeList=n1", "requeued: job 7 on n1, start 1", None),
+        ("COMPLETED ExitCode=0:0 NodeList=n1", "completed: job 7 on n1, start 1, exit code 0", 0),
+        ("FAILED ExitCode=3:0 NodeList=n1", "exit code 3", 3),
+        ("FAILED ExitCode=0:9 NodeList=n1", "exit code 137", 137),
+        ("TIMEOUT ExitCode=0:0 NodeList=n1", "exit code 1", 1),
     ],
 )
-def test_a_job_has_an_exit_code_once_it_has_ended(
-    state: str, exit_code: str, code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is being requeued has none; one that Slurm ended has not succeeded, whatever its processes returned."""
-    shown = f"JobState={state} ExitCode={exit_code} NodeList=n1"
-    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 0, shown, ""))
-    status = Slurm().status(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7"))
+def test_a_status_of_slurm(shown: str, words: str, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is being requeued has no exit code; one that Slurm ended has failed, whatever its processes returned.
+
+    Seen failing with `on (null)`.
+    """
+    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 0, f"JobState={shown}", ""))
+    status = Slurm().status(EVAL)
+    assert status.words.endswith(words)
     assert status.code == code
-    assert status.words.startswith(f"{state.lower()}: job 7 on n1, start 1")
+
+
+def test_the_record_answers_for_a_job_that_slurm_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = "slurm_load_jobs error: Invalid job id specified"
+    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 1, "", forgotten))
+    assert Slurm().status(EVAL) == Status("Slurm no longer knows job 7; its record: waiting for its nodes", code=1)
 
 
 def test_options_of_steps_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

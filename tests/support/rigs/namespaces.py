@@ -4,7 +4,7 @@ A node has a network, processes, mounts and a host name of its own: an address o
 an /etc/hosts, and an init process that takes everything on the node with it when it ends. The switch between them is a
 namespace too, so that nothing is added to the machine's own network, and no address can clash with one in use.
 
-The init processes read from pipes of this process: however it ends, the pipes close, and nothing stays behind.
+The init processes read from pipes of this process: however it ends, the pipes close, and nothing is left.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class _Namespaces:
         # --kill-child: init must not outlive the process that is waited for.
         command = ["unshare", *kinds, "--fork", "--kill-child", "sh", "-ec", f"{setup}\n{_INIT}"]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        # In a session of its own: Ctrl-C is for whoever holds the nodes.
+        # In a session of its own: Ctrl-C is for the process that holds the nodes.
         self._process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
         output: Any = self._process.stdout
         try:
@@ -120,7 +120,7 @@ class Node:
         return subprocess.Popen(self.command(argv, cwd=cwd, env=env), **options)
 
     def kill(self) -> None:
-        """As a loss of power: everything on it ends, and no other node is told."""
+        """Cut its power: everything on it ends, and no other node gets a message."""
         if self._namespaces is not None:
             try:
                 self.cut()  # else the kernel would close its connections in good order
@@ -135,11 +135,11 @@ class Node:
         _run_in(self._switch, f"ip link set dev {self.name} down")
 
     def slow(self, *, rate_mbit: float) -> None:
-        """Limit the link's rate both ways, until `mend`; a `ConfigError` where the kernel cannot."""
+        """Limit the link's rate both ways, until `restore_link`; a `ConfigError` where the kernel cannot."""
         for pid, device in self._ends():
             _run_in(pid, f"tc qdisc replace dev {device} root tbf rate {rate_mbit}mbit burst 64kb latency 400ms")
 
-    def mend(self) -> None:
+    def restore_link(self) -> None:
         """Undo `cut` and `slow`."""
         for pid, device in self._ends():
             with contextlib.suppress(ConfigError):  # it was not slow
@@ -198,7 +198,7 @@ def _setup(name: str, *, addresses: Mapping[str, str], shared: Sequence[Path]) -
                 place = shlex.quote(f"/dev/shm/new{folder.removeprefix(private)}")
                 lines += [f"mkdir -p {place}", f"mount --rbind {shlex.quote(folder)} {place}"]
         lines += [f"mount --move /dev/shm/new {private}", "rmdir /dev/shm/new"]
-    # As Debian writes it: the own name is a loopback address, and whoever takes it for the node's is found out.
+    # As Debian writes it: the own name is a loopback address, so that code that takes it for the node's fails.
     own = {"localhost": "127.0.0.1", name: "127.0.1.1"}
     others = {other: address for other, address in addresses.items() if other != name}
     hosts = "\n".join(f"{address} {host}" for host, address in (own | others).items())

@@ -68,7 +68,7 @@ def job_on_nodes(
     """Make nodes for a job, and break them as asked until the block ends; submitting it is the caller's.
 
     Args:
-        words: The command, as behind `areal-lite`.
+        words: The command, as after `areal-lite`.
         slow_mbit: Rate of every node's link.
     """
     names = [f"node-{index + 1}" for index in range(num_nodes)]
@@ -96,7 +96,7 @@ def job_on_nodes(
 
 def profile_of(num_nodes: int, **more: Any) -> Profile:
     """Return the profile of such nodes."""
-    # They share the machine's cores: one each is what Ray is told, so that the processes are spread.
+    # They share the machine's cores: Ray gets one for each, so that it spreads the processes.
     env = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}
     return Profile(nodes=num_nodes, shared="/", network=str(NETWORK), ports="10000-32767", env=env, **more)
 
@@ -123,7 +123,7 @@ def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threadi
         while len(ends := Attempts.read(job).attempts) <= number or ends[number].code is None:
             if ended.wait(_POLL_S):
                 return
-        node.boot() if fault.how == "kill" else node.mend()
+        node.boot() if fault.how == "kill" else node.restore_link()
         _write_shell(job, node)
         print(f"{node.name} is whole again", flush=True)
 
