@@ -171,7 +171,7 @@ EVAL = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/mode
         ),
         (
             "PENDING ExitCode=0:0 NodeList= Reason=BeginTime Restarts=1",
-            "job 7 without nodes (Begin), start 2",
+            "job 7 without nodes (BeginTime), start 2",
             None,
         ),
         ("RUNNING ExitCode=0:0 NodeList=n[1-2]", "running: job 7 on n[1-2], start 1", None),
