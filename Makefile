@@ -40,6 +40,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	$(PYTHON) -c "import wandb, mlflow" 2>/dev/null || leave trackers "pip install wandb mlflow-skinny"; \
 	$(PYTHON) -c "import verifiers.v1" 2>/dev/null || leave verifiers "pip install verifiers"; \
 	$(PYTHON) -c "import openenv" 2>/dev/null || leave openenv "pip install openenv-core"; \
+	$(PYTHON) -c "import aiohttp_cors, opencensus" 2>/dev/null || leave jobs "pip install 'ray[default]==2.60.*'"; \
 	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
