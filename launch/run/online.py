@@ -30,7 +30,7 @@ from areal_lite.record.memory_growth import growth_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo
-from areal_lite.types import Group, Prompt
+from areal_lite.types import Prompt
 from areal_lite.weights.handover import hand_over
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,8 @@ class OnlineController(Controller):
         self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.print)
         self._hand_over(stamp_ledger=lambda: None)
         self._first_version = self._version
-        if self._config.weights.parity_every:
-            prompts = chain.from_iterable(self._prompts.values())
-            self._check_parity(prompt_sequences(prompts, self._config.weights.parity_sequences))
+        prompts = chain.from_iterable(self._prompts.values())
+        self._check_parity(prompt_sequences(prompts, self._config.weights.parity_sequences))
         if not self._recorder.evaluations:
             self._evaluate_now()
 
@@ -132,7 +131,8 @@ class OnlineController(Controller):
         try:
             self._publish(batch_id)
             record["timings"]["publish_s"] = time.monotonic() - trained
-            self._compare(groups)
+            self._check_parity(stored_sequences(groups, self._config.weights.parity_sequences))
+            self._evaluations.poll()
         finally:  # the step is trained and will be saved, even if the rest failed
             record["timings"].setdefault("publish_s", time.monotonic() - trained)
             self._unwritten = record
@@ -233,17 +233,8 @@ class OnlineController(Controller):
         )
         self._cluster.activate(joining)
 
-    def _compare(self, groups: list[Group]) -> None:
-        """Check parity if it is due, and take the result of a finished evaluation."""
-        if every := self._config.weights.parity_every:
-            # The engines loaded the initial weights from files: the first trained weights show whether any arrive.
-            is_due = self._version % every == 0 or self._version == self._first_version + 1
-            wanted = self._config.weights.parity_sequences if is_due else 0
-            self._check_parity(stored_sequences(groups, wanted))
-        self._evaluations.poll()
-
     def _check_parity(self, sequences: list[tuple[list[int], list[int]]]) -> None:
-        """Check invariant I4 on the parts that are due.
+        """Check invariant I4, as far as it is due.
 
         Raises:
             HandoverError: An engine is not the trainer's model.
@@ -251,7 +242,7 @@ class OnlineController(Controller):
         self._parity.after_publication(
             self._version - self._first_version,
             version=self._version,
-            handles=dict(self._cluster.engines.handles),  # an engine that is lost meanwhile leaves the cluster's
+            handles=dict(self._cluster.engines.handles),  # a lost engine leaves the cluster's
             sequences=sequences,
         )
 

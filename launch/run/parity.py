@@ -72,21 +72,25 @@ class ParityCheck:
         self._published = PublishedValues()
 
     def after_publication(self, number: int, *, version: int, handles: Mapping[str, Any], sequences: Sequences) -> None:
-        """Compare what is due: parameters, and log-probabilities if there are sequences.
+        """Compare what is due: log-probabilities, parameters, or both.
 
         Args:
             number: Number of the publication; 0 at the start of the run.
             version: Published version.
             handles: The engines.
-            sequences: Empty if log-probabilities are not due.
+            sequences: To score; log-probabilities are not compared if there are none.
 
         Raises:
             HandoverError: An engine is not the trainer's model, and `weights.parity_limit` is not 0.
         """
-        differences = self._differences(handles, sequences) if sequences else {}
+        every = self._config.weights.parity_every
+        # The engines loaded the initial weights from files: the first trained weights show whether any arrive.
+        is_due = every > 0 and (number <= 1 or version % every == 0)
+        differences = self._differences(handles, sequences) if is_due and sequences else {}
         if differences:
             self._report(max(differences.values(), key=attrgetter("mean")))
-        missed = self._missed(handles) if sequences or number < _COMPARED_AT_FIRST else {}
+        is_checked = every > 0 and (is_due or number < _COMPARED_AT_FIRST)
+        missed = self._missed(handles) if is_checked else {}
         problems = list(self._problems(differences, missed))
         if not problems:
             return
