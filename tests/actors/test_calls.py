@@ -180,6 +180,15 @@ def test_ranks_that_are_late_are_named_with_what_they_do() -> None:
         ranks.ask("work", timeout_s=5.0)
 
 
+def test_a_call_that_is_only_polled_has_a_deadline(clock: FakeClock) -> None:
+    """A save beside the steps. Seen failing without one."""
+    saving = make_ranks(rank_0=actor(silent(), busy="in save since 9 s")).asking("save", timeout_s=5.0)
+    assert next(saving) == []
+    clock.now = 6.0
+    with pytest.raises(StallError, match=r"must save within 5 s; late: trainer/0 in save since 9 s"):
+        next(saving)
+
+
 def test_ctrl_c_is_heard_while_ranks_are_late() -> None:
     """A rank hung in the middle of a hand-over. Seen failing with one wait of the whole time: heard after it."""
     ranks, heard = make_ranks(rank_0=actor(silent())), list[float]()

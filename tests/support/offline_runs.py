@@ -1,0 +1,166 @@
+"""A whole offline run in this process: the real controller, and one trainer rank that answers as a test says."""
+
+import io
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_ray import FakeRay, Reference
+from ledger_builders import FakeClock
+from offline_builders import offline_config
+from rich.console import Console
+from run_folders import new_run_folder
+
+from areal_lite.actors import calls as calls_module
+from areal_lite.launch.run import controller as controller_module
+from areal_lite.launch.run import ranks as ranks_module
+from areal_lite.launch.run import signals
+from areal_lite.launch.run.offline import OfflineController
+from areal_lite.launch.run.placement import Placement
+from areal_lite.launch.run.places import Places
+from areal_lite.launch.run.view import View
+from areal_lite.record.run_folder import RunFolder
+
+FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
+
+
+class Rank:
+    """The handle of trainer rank 0. Hooks by method get the call's arguments before it is answered.
+
+    A hook may raise, which is the rank's answer, or return a function: the answer is then ready once that is true. A
+    `Reference` that it returns is the answer itself.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        self.calls: list[str] = []
+        """Methods in the order in which they were called."""
+        self.log: list[Any] = []
+        """Beginnings and steps: `start` or the checkpoint's name, then the number of each step that is tried."""
+        self.copied: list[bool] = []
+        """Of each snapshot, whether the state was copied."""
+        self.doing = ""
+        self._version = 0
+        for name in ("progress", "ping", "open_store", "stop", "memory_mb", "work"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+
+    def _progress(self) -> Reference:
+        return Reference(lambda: 1)
+
+    def _ping(self) -> Reference:
+        return Reference(lambda: self.doing)
+
+    def _open_store(self) -> Reference:
+        return Reference(lambda: "host:1")
+
+    def _stop(self) -> Reference:
+        return Reference(lambda: None)
+
+    def _memory_mb(self) -> Reference:
+        return Reference(lambda: 1)
+
+    def _work(self, method: str, *args: Any, **_: Any) -> Reference:
+        self.calls.append(method)
+        self._note(method, *args)
+        try:
+            found = self.hooks[method](*args) if method in self.hooks else None
+        except Exception as error:  # what the hook raises is the answer
+            return failure(error)
+        if isinstance(found, Reference):
+            return found
+        return Reference(lambda: self._answer(method, *args), is_ready=found or (lambda: True))
+
+    def _note(self, method: str, *args: Any) -> None:
+        if method == "start":
+            self.log.append("start")
+            self._version = 0
+        elif method == "load":
+            self._version = _step_of(args[0].parent)
+            self.log[-1] = args[0].parent.name
+        elif method == "step":
+            self.log.append(self._version + 1)
+
+    def _answer(self, method: str, *args: Any) -> Any:
+        if method == "step":
+            self._version += 1
+            return FIGURES
+        if method == "snapshot":
+            self.copied.append(args[0])
+        if method == "save":
+            args[0].mkdir()
+        return self._version if method == "load" else {}
+
+
+def failure(error: Exception, *, is_ready: Callable[[], bool] = lambda: True) -> Reference:
+    """Make the answer of a call that fails."""
+
+    def answer() -> None:
+        raise error
+
+    return Reference(answer, is_ready=is_ready)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+class OnePlace(Places):
+    """Where all ranks are the same one."""
+
+    def __init__(self, config: Any, rank: Rank) -> None:
+        self.config, self.logs, self.placement = config, "logs", Placement([], [])
+        self._rank, self.is_head_lost = rank, False
+
+    def spawn(self, *_: Any, **__: Any) -> Any:
+        return self._rank
+
+    def head_is_lost(self) -> bool:
+        return self.is_head_lost
+
+
+class OfflineRun:
+    """Six steps, saved at every second, with restarts from a checkpoint; `run` settings change that."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
+        settings = {"eval_every": 0, "keep_checkpoints": 9, "max_restarts": 2, "dir": str(folder / "run")}
+        config = offline_config(folder, run=settings | run)
+        self.rank, self.clock, self.folder = Rank(), FakeClock(), new_run_folder(config)
+        self.places, self.output = OnePlace(config, self.rank), io.StringIO()
+        clock = SimpleNamespace(monotonic=self.clock, time=self.clock, sleep=lambda _: None)
+        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
+        for module in (calls_module, ranks_module, controller_module, signals):
+            monkeypatch.setattr(module, "time", clock)
+        view = View(config, console=Console(file=self.output))
+        self.controller = OfflineController(
+            folder=self.folder, places=self.places, model_folder=folder / "model", view=view
+        )
+
+    def run(self, on_step: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+        """Run to the end; handlers of signals are as before afterwards."""
+        with handlers_kept():
+            return self.controller.run(on_step)
+
+    @property
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints."""
+        return [_step_of(path) for path in sorted(self.folder.checkpoints.iterdir())]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the rows in `metrics.jsonl`."""
+        return [row["step"] for row in RunFolder(self.folder.path).read("metrics.jsonl")]
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restore the handlers of notices, which a process that was given one ignores from then on."""
+    before = {number: signal.getsignal(number) for number in signals.NOTICES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
