@@ -8,30 +8,36 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 
 from areal_lite.config.data import is_hub_id
 from areal_lite.config.plugin_check import check_plugins
-from areal_lite.config.reading import shipped_recipes
-from areal_lite.config.recipe import Config, load_config
+from areal_lite.config.reading import parse_override, set_value, shipped_recipes
+from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, EngineError, VerifierError
 from areal_lite.launch.commands.options import Model, Overrides
+from areal_lite.launch.commands.scores import show, summarise
 from areal_lite.launch.commands.serve import on_own_screen
+from areal_lite.launch.commands.trial import Case
 from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.record.run_files import read_summary
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
 _POLL_S = 0.25
+
+Scored: TypeAlias = tuple[str, Reply]
+"""A completion and its reply."""
 
 
 def eval_model(
@@ -46,8 +52,8 @@ def eval_model(
 ) -> int:
     """Measure a model on a recipe's held-out prompts.
 
-    Completes them greedily, scores the completions with the recipe's verifier (verifier.eval_function where it has
-    one), and prints the mean reward, and the means of the verifier's parts and metrics.
+    Complete them greedily, score the completions with the recipe's verifier (verifier.eval_function if it is set), and
+    print rewards, parts and metrics, failures, and the completions with the lowest rewards.
     """
     run, console = _run_of(model), Console(highlight=False, soft_wrap=True)
     if recipe is None and run is None:
@@ -57,21 +63,26 @@ def eval_model(
             f"--recipe must name the data and the verifier, got none, and {model} is of no run of areal-lite train, "
             "whose own would be taken: give it"
         )
-    config = load_config(recipe or f"{run}/config.json", overrides)
-    if recipe is None:
+    if recipe is not None:
+        config = load_config(recipe, overrides)
+    else:
+        assert run is not None
         console.print(f"recipe: {run}/config.json")
-    replies = evaluate(config, model=model)
-    rewards = [reply.total for reply in replies if reply.total is not None]
-    if not rewards:
-        raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
-    failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
-    before = read_summary(run or Path(model)).get("eval_called")  # of a run: what it called its own
-    called, mean = mean_called(rewards, before=[before]), sum(rewards) / len(rewards)
-    console.print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})")
-    for figures in ([reply.parts for reply in replies], [reply.metrics for reply in replies]):
-        for name in sorted({name for one in figures for name in one}):
-            values = [one[name] for one in figures if name in one]
-            console.print(f"  {name} {sum(values) / len(values):.3f} (mean of {len(values)})")
+        raw = RunFolder(run).recipe().model_dump()
+        for override in overrides:
+            set_value(raw, *parse_override(override))
+        config = parse_config(raw)
+    summary = summarise(evaluate(config, model=model))
+    reward, num_failed = summary["reward"], summary["tried"] - summary["scored"]
+    if reward:
+        before = read_summary(run or Path(model)).get("eval_called")  # a run's name for its figure
+        rewards = [row["reward"] for row in summary["results"] if row["reward"] is not None]
+        called = mean_called(rewards, before=[before])
+        failures = f", {num_failed} could not be scored" if num_failed else ""
+        console.print(f"held-out {called}, greedy: {reward['mean']:.3f} ({len(rewards)} problems{failures})")
+    show(summary, console)
+    if not reward:
+        raise VerifierError(f"nothing was scored: the verifier failed on all {num_failed} completions. Fix: see above")
     return 0
 
 
@@ -84,8 +95,8 @@ def _run_of(model: str) -> Path | None:
     return None
 
 
-def evaluate(config: Config, *, model: str) -> list[Reply]:
-    """Complete the held-out prompts greedily, score them, and return what each prompt's completion got.
+def evaluate(config: Config, *, model: str) -> list[Case]:
+    """Complete the held-out prompts greedily, and score the completions.
 
     Args:
         config: Its data, rollout and verifier sections say how.
@@ -102,10 +113,14 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
     prompts = load_source(named, load_tokenizer(folder, config.model), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
-    return _in_a_process_of_its_own(asked, prompts, folder)
+    scored = _in_a_process_of_its_own(asked, prompts, folder)
+    return [
+        Case(index=index, prompt=prompt, completion=text, reply=reply)
+        for index, (prompt, (text, reply)) in enumerate(zip(prompts, scored, strict=True))
+    ]
 
 
-def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Scored]:
     """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
     with on_own_screen(), ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
@@ -115,11 +130,11 @@ def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: 
             raise EngineError(ended) from error
 
 
-def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Scored]:
     return asyncio.run(_run(config, prompts, model_folder=folder))
 
 
-async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Reply]:
+async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Scored]:
     from areal_lite.rollout.runner import complete_greedily, load_workflows
     from areal_lite.rollout.vllm_engine import VllmEngine
 
@@ -134,22 +149,23 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
         opened.push_async_callback(engine.close)
         opened.push_async_callback(workflows.endpoint.close)
 
-        async def replies() -> list[Reply]:
+        async def score() -> list[Scored]:
             samples = await complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows)
-            return await asyncio.gather(*map(verifiers.judge, prompts, samples))
+            replies = await asyncio.gather(*map(verifiers.judge, prompts, samples))
+            return [(sample.text if sample else "", reply) for sample, reply in zip(samples, replies, strict=True)]
 
-        def reading() -> tuple[int, ...]:
+        def progress() -> tuple[int, ...]:
             gauges = verifiers.gauges()
             return engine.tokens_generated, *(gauges[name] for name in ("busy", "waiting", "calls", "restarts"))
 
         def late() -> str:
-            said = "the engine, after {} tokens, or the verifier, with {} calls running and {} waiting after {}"
-            return said.format(*reading())
+            text = "the engine, after {} tokens, or the verifier, with {} calls running and {} waiting after {}"
+            return text.format(*progress())
 
-        watchdog, task = Watchdog(config.run.stall_timeout_s), asyncio.ensure_future(replies())
+        watchdog, task = Watchdog(config.run.stall_timeout_s), asyncio.ensure_future(score())
         try:
             while not task.done():  # as long as it makes progress (invariant I6)
-                watchdog.check(reading(), waiting_for=f"{len(prompts)} completions and scores", culprit=late)
+                watchdog.check(progress(), waiting_for=f"{len(prompts)} completions and scores", culprit=late)
                 await asyncio.wait([task], timeout=_POLL_S)
         finally:
             task.cancel()

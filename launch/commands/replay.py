@@ -1,4 +1,4 @@
-"""`areal-lite replay`: one group of a run, read as a conversation, and scored once more."""
+"""`areal-lite replay`: one group of a run, shown as a conversation and scored again."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,21 +14,25 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.scores import describe, earned
 from areal_lite.launch.commands.trial import Case, score_all
 from areal_lite.types import GIVEN, Prompt, StopReason
+from areal_lite.verify.protocol import Reply
 
 _COLOURS = {"assistant": "cyan", "user": "green", "environment": "green", "tool": "yellow"}
 
 
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run")],
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="its id in samples.jsonl, or the beginning of one")],
-    score: Annotated[bool, typer.Option(help="have the recipe's verifier score the samples once more")] = True,
+    group: Annotated[
+        str, typer.Argument(metavar="GROUP", help="id of a group in samples.jsonl, or the beginning of one")
+    ],
+    score: Annotated[bool, typer.Option(help="score the samples again with the recipe's verifier")] = True,
 ) -> int:
-    """Read a group of a run as conversations, with versions, ages and rewards; and score it once more.
+    """Show a group of a run as conversations, and score it again.
 
-    Samples that an agent scored itself keep that: an agent is not run again. Ends with 1 where the verifier says
-    something else today.
+    Print each sample with its weight versions, ages and reward. Then score the samples with the recipe's verifier, and
+    exit with 1 if a reward differs. Rewards that an agent gave itself are kept.
     """
     run, console = open_run(folder), Console()
     row, config = find_group(run, group), parse_config(run.config)
@@ -36,8 +40,10 @@ def replay(
     if row["answer"]:
         console.print(Text(f"reference: {row['answer']}", style="dim"))
     for number, sample in enumerate(row["samples"]):
-        console.print(Text.assemble((f"\nsample {number}: ", "bold"), told(sample, step=row["step"])), soft_wrap=True)
-        for role, text in said(sample):
+        console.print(
+            Text.assemble((f"\nsample {number}: ", "bold"), headline(sample, step=row["step"])), soft_wrap=True
+        )
+        for role, text in turns(sample):
             console.print(Text.assemble((f"{role}: ", _COLOURS.get(role, "")), text), soft_wrap=True)
     if not score or was_scored_by_agent(config, row):
         return 0
@@ -45,15 +51,14 @@ def replay(
     for case in rescored(config, row):
         if case.reply is None:
             raise KeyboardInterrupt
-        before, total = f"{row['samples'][case.index]['reward']:g}", case.reply.total
-        after = f"{total:g}" if total is not None else f"failed: {case.reply.failure}"
+        before, after = (earned(reply) for reply in (saved_reply(row["samples"][case.index]), case.reply))
         agreed &= before == after
         console.print(f"sample {case.index}: {before} then, {after} now", style="" if before == after else "red")
     return int(not agreed)
 
 
 def was_scored_by_agent(config: Config, row: Mapping[str, Any]) -> bool:
-    """Whether the workflow of a group may have scored it."""
+    """True if the workflow of a group may have scored it."""
     from areal_lite.rollout.agents import is_agent
 
     rollout, name = config.rollout, row.get("row", {}).get("workflow") or config.rollout.workflow
@@ -82,21 +87,29 @@ def find_group(run: Run, name: str) -> dict[str, Any]:
     return found[0]
 
 
-def told(sample: Mapping[str, Any], *, step: int) -> str:
-    """Say in a line what became of a sample of the batch that was taken before `step`."""
-    figures = [f"{name} {value:g}" for name, value in {**sample.get("parts", {}), **sample.get("metrics", {})}.items()]
-    earned = f"reward {sample['reward']:g}" if sample["reward"] is not None else f"failed: {sample['failure']}"
-    cut_off = ["cut off at the token limit"] if sample.get("stop_reason") == StopReason.LENGTH else []
-    spans = [(version, end - start) for version, start, end in sample["spans"] if version != GIVEN]
-    ages = [f"{tokens} tokens of version {version} (age {step - 1 - version})" for version, tokens in spans]
-    more = [f"{len(sample['branches'])} further branches"] if sample.get("branches") else []
-    return "; ".join(
-        [earned, *figures, *cut_off, *ages, *more, *([sample["feedback"]] if sample.get("feedback") else [])]
-    )
+def saved_reply(sample: Mapping[str, Any]) -> Reply:
+    """Return what the verifier gave a sample during the run."""
+    figures = {name: sample.get(name, {}) for name in ("parts", "metrics")}
+    return Reply(sample["reward"], failure=sample["failure"], **figures)
 
 
-def said(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield who said what, branches behind the first way."""
+def headline(sample: Mapping[str, Any], *, step: int) -> str:
+    """Describe a sample of the batch that was taken before `step` in one line."""
+    words = [describe(saved_reply(sample))]
+    if sample.get("stop_reason") == StopReason.LENGTH:
+        words.append("cut off at the token limit")
+    for version, start, end in sample["spans"]:
+        if version != GIVEN:
+            words.append(f"{end - start} tokens of version {version} (age {step - 1 - version})")
+    if sample.get("branches"):
+        words.append(f"{len(sample['branches'])} further branches")
+    if sample.get("feedback"):
+        words.append(sample["feedback"])
+    return "; ".join(words)
+
+
+def turns(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield role and text of each turn; further branches come last."""
     if sample.get("messages"):
         yield from ((message["role"], message["content"]) for message in sample["messages"])
     else:
@@ -106,7 +119,7 @@ def said(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def rescored(config: Config, row: Mapping[str, Any]) -> Sequence[Case]:
-    """Return the samples that have a reward, by their number, with what the verifier says of them today."""
+    """Score the samples that have a reward again, and return them by number."""
     prompt = Prompt(
         prompt_id=row["group"], text=row["prompt"], token_ids=(), answer=row["answer"], row=row.get("row", {})
     )

@@ -18,8 +18,8 @@ from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.commands.options import out_file
+from areal_lite.launch.commands.scores import show, summarise
 from areal_lite.launch.commands.trial import load_cases, load_rows, score_all, with_file
-from areal_lite.launch.commands.trial_report import show, summarise
 
 _COLUMNS = {
     "prompt": ("question", "prompt", "problem", "instruction"),
@@ -111,6 +111,12 @@ def verify(
         task = progress.add_task("", total=len(cases))
         wall_s, gauges = asyncio.run(score_all(config, cases, on_reply=lambda: progress.advance(task)))
     summary = summarise(cases, wall_s=wall_s, gauges=gauges)
+    cut = "" if summary["tried"] == summary["cases"] else f" of {summary['cases']}"
+    console.print(
+        f"{summary['tried']}{cut} completions in {wall_s:.1f} s: {summary['calls_per_s']:.1f} per second, "
+        f"{summary['scored']} scored, {summary['tried'] - summary['scored']} failed",
+        highlight=False,
+    )
     show(summary, console)
     if completions is None and summary["reward"] and summary["reward"]["max"] <= 0:
         console.print(

@@ -14,10 +14,11 @@ from areal_lite.errors import EngineError, StallError
 from areal_lite.launch.commands import eval as eval_module
 from areal_lite.launch.commands.eval import _run
 from areal_lite.launch.commands.main import main
+from areal_lite.launch.commands.trial import Case
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Prompt
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import Reply, failed
 
 VERIFY = """
 import time
@@ -29,7 +30,9 @@ def verify(prompt, completion, answer, **row):
 """
 
 
-def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Reply]:
+def run(
+    engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str
+) -> list[tuple[str, Reply]]:
     """Evaluate six prompts, whose scores take so many seconds each, with a stall timeout of three."""
 
     async def start(*_: Any, **__: Any) -> ScriptedEngine:
@@ -50,7 +53,7 @@ def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *
         for index, row in enumerate(rows)
     ]
 
-    async def limited() -> list[Reply]:
+    async def limited() -> list[tuple[str, Reply]]:
         async with asyncio.timeout(60):
             return await _run(config, prompts, model_folder="unused")
 
@@ -64,7 +67,7 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
     """Together it takes longer than the stall timeout, which counts from the last progress."""
     engine = ScriptedEngine(eos_id=99)
     scores = run(engine, tmp_path, monkeypatch, seconds="0.6")
-    assert [score.total for score in scores] == [3.5, 1.5] * 3
+    assert [reply.total for _, reply in scores] == [3.5, 1.5] * 3
     assert engine.calls == ["close"]
 
 
@@ -99,20 +102,23 @@ def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pyte
         run(ScriptedEngine(eos_id=99), tmp_path, monkeypatch, seconds="50")
 
 
-def test_a_run_s_figure_keeps_its_name_and_parts_and_metrics_are_shown(
+def cases(*replies: Reply) -> list[Case]:
+    prompt = Prompt(prompt_id="eval/0/0", text="1+1", token_ids=(), answer="2")
+    return [Case(index=n, prompt=prompt, completion=f"c{n}", reply=reply) for n, reply in enumerate(replies)]
+
+
+def test_a_run_s_figure_keeps_its_name_and_scores_are_shown_as_verify_shows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Seen failing as an accuracy, where no half point was left at the end of a run that had some."""
-    replies = [Reply(1.0, parts={"right": 1.0}, metrics={"no_hash": 0.0}), Reply(0.0, metrics={"no_hash": 1.0})]
-    monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", lambda *_, **__: replies)
+    replies = [Reply(1.0, parts={"right": 1.0}), Reply(0.0, metrics={"no_hash": 1.0}), failed("timeout", "slow.py:3")]
+    monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", lambda *_, **__: cases(*replies))
     (tmp_path / "summary.json").write_text('{"eval_called": "mean reward"}')
     assert main(["eval", str(tmp_path), "--recipe", "arith_cpu"]) == 0
-    lines = [
-        "held-out mean reward, greedy: 0.500 (2 problems)",
-        "  right 1.000 (mean of 1)",
-        "  no_hash 0.500 (mean of 2)",
-    ]
-    assert capsys.readouterr().out.splitlines() == lines
+    output = capsys.readouterr().out
+    assert output.startswith("held-out mean reward, greedy: 0.500 (2 problems, 1 could not be scored)\nscores\n")
+    for shown in ("right", "no_hash", "1 failed: timeout\nfirst at row 2, completion c2\nslow.py:3", "lowest scores"):
+        assert shown in output
     assert main(["eval", "nowhere", "--recipe", "arith_cpu"]) == 0
     assert capsys.readouterr().out.startswith("held-out accuracy, greedy: 0.500")
 
@@ -123,9 +129,9 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
     """Which is said. Seen failing with the folder itself alone, with JSON read as YAML, and with a run of `dpo`."""
     seen: list[Config] = []
 
-    def evaluate(config: Config, **_: Any) -> list[Reply]:
+    def evaluate(config: Config, **_: Any) -> list[Case]:
         seen.append(config)
-        return [Reply(1.0)]
+        return cases(Reply(1.0))
 
     monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", evaluate)
     model = tmp_path / "run" / "checkpoints" / "step-3" / "model"
@@ -138,7 +144,7 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
         config, lines = seen.pop(), capsys.readouterr().out.splitlines()
         assert (config.model.max_context, config.data.eval_size) == (177, 3)
         assert config.verifier.arguments == {"tiny": 1e-05}
-        assert lines == [f"recipe: {folder.path}/config.json", "held-out mean reward, greedy: 1.000 (1 problems)"]
+        assert lines[:2] == [f"recipe: {folder.path}/config.json", "held-out mean reward, greedy: 1.000 (1 problems)"]
     folder.write_json("config.json", {"command": "dpo"})
     for given in (tmp_path / "run", tmp_path):
         assert main(["eval", str(given)]) == 1

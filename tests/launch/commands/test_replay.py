@@ -47,7 +47,7 @@ def test_a_group_is_read_and_scored_once_more(folder: Path, capsys: pytest.Captu
     assert "assistant: hello?\ntool: [7]\nbranch 1: else" in told
     assert "sample 1: failed: timeout; 1 tokens" in told
     assert "sample 2: reward 0.9; cut off at the token limit; 1 tokens" in told
-    assert "sample 0: 0.3 then, 0.3 now\nsample 2: 0.9 then, 0.2 now" in told
+    assert "sample 0: reward 0.3 then, reward 0.3 now\nsample 2: reward 0.9 then, reward 0.2 now" in told
     assert main(["replay", str(folder), "own/0/1"]) == 0
     assert "0.9" not in capsys.readouterr().out
 

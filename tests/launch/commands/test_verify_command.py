@@ -17,8 +17,8 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import DataError
 from areal_lite.launch.commands import main as cli
+from areal_lite.launch.commands.scores import summarise
 from areal_lite.launch.commands.trial import Case, load_cases, load_rows
-from areal_lite.launch.commands.trial_report import summarise
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 

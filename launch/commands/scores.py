@@ -1,4 +1,4 @@
-"""What a try of a verifier came to: figures as plain values, and the tables that show them."""
+"""Scores, as `verify`, `eval` and `replay` show them: one summary of plain figures, and one way to print it."""
 
 import math
 from collections import Counter
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from areal_lite.launch.commands.trial import Case
 from areal_lite.types import means
+from areal_lite.verify.protocol import Reply
 
 _BINS = 10
 _LOWEST = 5
@@ -22,27 +23,40 @@ _BAR_WIDTH = 40
 _TEXT_WIDTH = 160
 
 
-def summarise(cases: Sequence[Case], *, wall_s: float, gauges: Mapping[str, Any]) -> dict[str, Any]:
+def earned(reply: Reply) -> str:
+    """Return what a completion earned: `reward 0.5`, or `failed: timeout`."""
+    return f"failed: {reply.failure}" if reply.total is None else f"reward {reply.total:g}"
+
+
+def describe(reply: Reply) -> str:
+    """Return a reply in one line: `reward 0.5; format 1`."""
+    figures = [f"{name} {value:g}" for name, value in {**reply.parts, **reply.metrics}.items()]
+    return "; ".join([earned(reply), *figures])
+
+
+def summarise(cases: Sequence[Case], *, wall_s: float = 0.0, gauges: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Turn cases into plain figures.
 
     Args:
-        cases: All, with a reply where they were tried.
-        wall_s: Seconds it took, start of the processes left out.
-        gauges: The pools' figures by verifier.
+        cases: All, with a reply if they were scored.
+        wall_s: Seconds of scoring, without the start of the verifiers' processes; 0 = unknown.
+        gauges: Figures of each verifier's pool, by its name.
 
     Returns:
-        `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`;
+        `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`.
         `reward` is None where nothing was scored, else `mean, min, max, ones, zeros` (shares) and `histogram`, a list
-        of `[from, to, count]` whose bins do not hold their upper end, but for the last. `lowest` holds no best ones;
-        `results` all that were tried, each with what it earned in all as `reward`.
+        of `[from, to, count]` whose bins exclude their upper end, except the last. `lowest` has no case with the best
+        reward. `results` holds every case with a reply, and its total reward.
     """
-    results: list[dict[str, Any]] = [
-        {"index": case.index, "prompt": case.prompt.text, "completion": case.completion, "answer": case.prompt.answer}
-        | asdict(reply)
-        | {"reward": reply.total}
-        for case in sorted(cases, key=lambda case: case.index)
-        if (reply := case.reply) is not None
-    ]
+    results: list[dict[str, Any]] = []
+    for case in sorted(cases, key=lambda case: case.index):
+        if case.reply is not None:
+            prompt = case.prompt
+            results.append(
+                {"index": case.index, "prompt": prompt.text, "completion": case.completion, "answer": prompt.answer}
+                | asdict(case.reply)
+                | {"reward": case.reply.total}
+            )
     failures: dict[str, dict[str, Any]] = {}
     for row in results:
         if row["failure"] is not None:
@@ -77,13 +91,7 @@ def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print a summary; latencies are those of each verifier's last calls."""
-    cut = "" if summary["tried"] == summary["cases"] else f" of {summary['cases']}"
-    console.print(
-        f"{summary['tried']}{cut} completions in {summary['wall_s']:.1f} s: {summary['calls_per_s']:.1f} a second, "
-        f"{summary['scored']} scored, {summary['tried'] - summary['scored']} failed",
-        highlight=False,
-    )
+    """Print a summary: scores, means of parts and metrics, verifiers, failures with a trace, the lowest scores."""
     if reward := summary["reward"]:
         cells = {name: f"{reward[name]:.4g}" for name in ("mean", "min", "max")}
         _print_table("scores", [cells | {"1": f"{reward['ones']:.2%}", "0": f"{reward['zeros']:.2%}"}], console)
@@ -91,9 +99,8 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
         for low, high, count in reward["histogram"]:
             label = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
             console.print(Text(f"{label:>20} {'█' * math.ceil(_BAR_WIDTH * count / most)} {count}"))
-    for title in ("parts", "metrics"):
-        means = ({"": name, "mean": f"{value:.4g}"} for name, value in summary[title].items())
-        _print_table(title, means, console)
+    figures = {**summary["parts"], **summary["metrics"]}
+    _print_table("parts and metrics", ({"": name, "mean": f"{mean:.4g}"} for name, mean in figures.items()), console)
     verifiers = ({"": name, **_cells(gauges)} for name, gauges in summary["verifiers"].items() if gauges["calls"])
     _print_table("verifiers", verifiers, console)
     for reason, failure in summary["failures"].items():
@@ -110,6 +117,7 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _cells(gauges: Mapping[str, Any]) -> dict[str, str]:
+    """Latencies are those of a verifier's last calls."""
     return {
         "calls": str(gauges["calls"]),
         "failed": str(sum(gauges["failures"].values())),
