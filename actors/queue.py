@@ -40,7 +40,7 @@ class QueueActor(MeasuredProcess):
             num_minibatches=config.trainer.minibatches,
             num_ranks=config.trainer.row_ranks,
             seed=config.run.seed,
-            bind=self._address if config.queue.bind == "auto" else config.queue.bind,
+            bind=self._address,
             ports=port_range(config.run.ports),
             max_message_bytes=config.queue.max_message_mb * 2**20,
             keys=QueueKeys(),

@@ -210,7 +210,7 @@ def trl_settings(config: Config, *, per_device: int) -> dict[str, Any]:
         "max_completion_length": config.rollout.max_new_tokens,
         "temperature": config.rollout.temperature,
         "learning_rate": trainer.lr,
-        "adam_beta1": trainer.beta1,
+        "adam_beta1": 0.9,
         "adam_beta2": trainer.beta2,
         "weight_decay": trainer.weight_decay,
         "max_grad_norm": trainer.max_grad_norm,

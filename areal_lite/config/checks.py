@@ -113,18 +113,16 @@ def _device_problems(config: "Config") -> Iterable[str]:
 
 def offline_problems(config: "OfflineConfig") -> Iterable[str]:
     """Yield a sentence for each pair of sections of any other recipe that do not fit together."""
-    read, other = ("sft", "preference") if config.command == "sft" else ("preference", "sft")
     because = f"with command={config.command}"
     if config.command != "sft" and config.data.source == "arith" and config.data.carelessness == 0:
         yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, as to 0.6"
-    if (rows := config.batch.batch_size) < (ranks := config.trainer.row_ranks):
-        got = f"{read}.batch_size={rows} for {ranks} ranks: raise the one or lower the other"
+    if (rows := config.trainer.batch_size) < (ranks := config.trainer.row_ranks):
+        got = f"trainer.batch_size={rows} for {ranks} ranks: raise the one or lower the other"
         yield f"every trainer rank needs a row in each step, got {got}"
-    yield from config.unread([other], because, at="", to_do="remove it, or correct the command")
+    if config.command != "dpo":
+        yield from config.unread(["preference"], because, at="", to_do="remove it, or correct the command")
     if config.command == "reward_model":
-        of_dpo = sorted(type(config.preference).model_fields.keys() - type(config.sft).model_fields.keys())
         because += ", which scores rows with a new head"
-        yield from config.preference.unread(of_dpo, because, at="preference.", to_do="leave it out")
         yield from config.trainer.unread(("packing", "lora"), because, at="trainer.", to_do="leave it out")
         yield from config.trainer.mesh.unread(("context",), because, at="trainer.mesh.", to_do="leave it out")
 

@@ -170,27 +170,13 @@ class MixedSourceConfig(SourceConfig):
     """share of the prompts, relative to the other sources"""
 
 
-class CurriculumConfig(Section):
-    """A preference for prompts that are neither too easy nor too hard."""
-
-    strength: float = Field(0.0, ge=0, le=1)
-    """share of prompts picked by observed pass rate; 0 = none, the plain shuffle"""
-    candidates: int = Field(8, ge=2)
-    """prompts compared for each pick"""
-    memory: float = Field(0.5, ge=0, lt=1)
-    """weight of the past in a prompt's observed pass rate"""
-
-    def _problems(self) -> Iterable[str]:
-        if self.strength == 0:
-            yield from self.unread(("candidates", "memory"), f"without {HERE}.strength")
-
-
 class DataConfig(SourceConfig):
     """Where prompts come from: one source, or several in `mix`."""
 
     mix: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$")], MixedSourceConfig] = {}
     """several sources by name, each with the keys of this section and a weight"""
-    curriculum: CurriculumConfig = CurriculumConfig()
+    curriculum: float = Field(0.0, ge=0, le=1)
+    """share of prompts picked by observed pass rate, those near 1/2 first; 0 = the plain shuffle"""
 
     @property
     def sources(self) -> Mapping[str, SourceConfig]:

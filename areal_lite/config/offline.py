@@ -28,6 +28,10 @@ class OfflineTrainerConfig(TrainerConfig):
 
     minibatches: Literal[1] = 1
     """one optimiser update per step"""
+    batch_size: int = Field(32, ge=1)
+    """rows (of preferences: pairs) of one step, over all ranks"""
+    epochs: float | None = Field(None, gt=0)
+    """passes over the rows, in place of run.steps"""
 
 
 class OfflineDataConfig(Section):
@@ -72,30 +76,21 @@ class OfflineDataConfig(Section):
         yield from self.unread(("carelessness",), f"with data.source={self.source}", to_do="leave it out")
 
 
-class SftConfig(Section):
-    """Supervised learning on completions (command: sft)."""
-
-    batch_size: int = Field(32, ge=1)
-    """rows (of preferences: pairs) of one step, over all ranks"""
-    epochs: float | None = Field(None, gt=0)
-    """passes over the rows, in place of run.steps"""
-
-
-class PreferenceConfig(SftConfig):
-    """Learning from pairs (command: reward_model or dpo)."""
+class PreferenceConfig(Section):
+    """The loss on pairs (command: dpo)."""
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
-    """of dpo: DPO, IPO, or reference-free SimPO"""
+    """DPO, IPO, or reference-free SimPO"""
     beta: float = Field(0.1, gt=0)
-    """of dpo: tie to the reference; with simpo scale of the mean logprob, 2.0 by default"""
+    """tie to the reference; with simpo scale of the mean logprob, 2.0 by default"""
     label_smoothing: float = Field(0.0, ge=0, le=0.5)
-    """of dpo: share of pairs taken to be the wrong way round"""
+    """share of pairs taken to be the wrong way round"""
     length_normalised: bool = False
-    """of dpo: log-ratios per token instead of per completion"""
+    """log-ratios per token instead of per completion"""
     simpo_margin: float = Field(0.5, ge=0)
-    """of dpo: margin that simpo asks for, in units of beta times nats per token"""
+    """margin that simpo asks for, in units of beta times nats per token"""
     reference_path: Annotated[str | None, Refers.MODEL] = None
-    """of dpo: reference model or run folder; null = the model it starts from"""
+    """reference model or run folder; null = the model it starts from"""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,14 +114,8 @@ class OfflineConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     model: ModelConfig = ModelConfig()
     data: OfflineDataConfig = OfflineDataConfig()
-    sft: SftConfig = SftConfig()
     preference: PreferenceConfig = PreferenceConfig()
     trainer: OfflineTrainerConfig = OfflineTrainerConfig()
-
-    @property
-    def batch(self) -> SftConfig:
-        """The section that holds `batch_size` and `epochs`."""
-        return self.sft if self.command == "sft" else self.preference
 
     @property
     def has_reference(self) -> bool:
@@ -157,10 +146,9 @@ def parse_saved_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
     """Check what a user wrote, as `parse_saved_config`; a saved recipe holds steps beside epochs."""
     config = parse_saved_config(raw)
-    if isinstance(config, OfflineConfig) and config.batch.epochs and "steps" in config.run.model_fields_set:
-        epochs = f"{'sft' if config.command == 'sft' else 'preference'}.epochs"
+    if isinstance(config, OfflineConfig) and config.trainer.epochs and "steps" in config.run.model_fields_set:
         raise ConfigError(
-            f"either run.steps or {epochs} says how long to train, got run.steps={config.run.steps} and {epochs}="
-            f"{config.batch.epochs:g}: leave one out, or set {epochs}=null"
+            f"either run.steps or trainer.epochs decides how long to train, got run.steps={config.run.steps} and "
+            f"trainer.epochs={config.trainer.epochs:g}: leave one out, or set trainer.epochs=null"
         )
     return config

@@ -137,7 +137,10 @@ def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = ""
             message = re.sub("^(String|Input) should", "must", item["msg"])
             yield f"a name in {section} {message}, got {item['input']!r}: rename it"
         elif item["type"] == "extra_forbidden":
-            yield f"unknown key {place}{suggestion(place, _known_keys(kind, item['loc'], prefix))}"
+            near = suggestion(place, _known_keys(kind, item["loc"], prefix))
+            is_recipe = "command" in kind.model_fields
+            where = ". Fix: areal-lite check-config lists all settings, CHANGELOG.md those that were removed"
+            yield f"unknown key {place}{near}{where * is_recipe}"
         elif item["type"] == "value_error" and issubclass(kind, Section):
             yield str(item["ctx"]["error"]).replace(HERE, place)
         else:

@@ -113,16 +113,12 @@ class WarmStartConfig(Section):
     """worked solutions per step"""
     lr: float = Field(3e-3, gt=0)
     """peak learning rate"""
-    seed: int = Field(0, ge=0)
-    """seed of initialisation and data order; the same for every run.seed"""
     carelessness: float = Field(0.6, ge=0, le=1)
     """share of carries and borrows that its worked solutions forget; RL unlearns it"""
     hidden_size: int = Field(128, ge=16)
     """width of the model"""
     num_layers: int = Field(4, ge=1)
     """decoder layers"""
-    tie_embeddings: bool = True
-    """share input and output embeddings"""
 
 
 class ModelConfig(Section):
@@ -164,10 +160,6 @@ class RolloutConfig(Section):
     """what a weight update does to running samples: re-prefill, keep their cache, or wait"""
     temperature: float = Field(1.0, gt=0)
     """sampling temperature; the trainer applies the same"""
-    top_p: float = 1.0
-    """must be 1 in training: tokens outside would have probability 0"""
-    top_k: int = 0
-    """must be 0 in training: tokens outside would have probability 0"""
     max_new_tokens: int = Field(128, ge=1)
     """completion tokens at most, an environment's replies in between included"""
     workflow: str = "single_turn"
@@ -223,11 +215,6 @@ class RolloutConfig(Section):
         return self.max_episodes or (16 * self.slots if self.workflow_command is None else 8)
 
     def _problems(self) -> Iterable[str]:
-        if self.top_p != 1.0 or self.top_k != 0:
-            yield (
-                f"training samples with temperature only, got top_p={self.top_p}, top_k={self.top_k}: a token outside "
-                "the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
-            )
         if self.workflow_command is not None:
             yield from self.unread(("workflow",), f"with {HERE}.workflow_command", to_do="leave one of them out")
         if self.replay_routes and self.interrupt == "keep_kv":
@@ -263,8 +250,6 @@ class QueueConfig(Section):
     """attempts at a prompt before it counts as failed(too_slow); lost workers before failed(crashes_workers)"""
     lease_timeout_s: float = Field(10.0, gt=0)
     """seconds without a heartbeat after which work is lent anew"""
-    bind: str = "auto"
-    """address the queue listens on; auto = loopback with one node, with several that in run.network"""
     max_message_mb: int = Field(32, ge=1)
     """largest message accepted, in MiB"""
 
@@ -338,8 +323,6 @@ class TrainerConfig(Section):
     """end of the cosine, as a share of lr"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW weight decay of matrices; norms and biases have none"""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW first moment decay"""
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW second moment decay"""
     max_grad_norm: float = Field(1.0, gt=0)

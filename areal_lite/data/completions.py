@@ -80,10 +80,10 @@ def load_offline(config: OfflineConfig, tokenizer: Tokenizer) -> OfflineData:
     held_out = _examples(config, tokenizer, "eval", reader)
     if held_out is None:
         train, held_out = _hold_out(train, count=min(data.eval_size, int(data.eval_fraction * len(train))))
-    if len(train) < config.batch.batch_size:
+    if len(train) < config.trainer.batch_size:
         raise DataError(
-            f"a step needs batch_size={config.batch.batch_size} training rows, got {len(train)} ({len(held_out)} held "
-            "out): lower batch_size, or give more rows"
+            f"a step needs trainer.batch_size={config.trainer.batch_size} training rows, got {len(train)} "
+            f"({len(held_out)} held out): lower trainer.batch_size, or give more rows"
         )
     return OfflineData(train=train, held_out=held_out[: data.eval_size])
 

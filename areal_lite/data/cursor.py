@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.data import CHAT, CurriculumConfig
+from areal_lite.config.data import CHAT
 from areal_lite.config.recipe import Config
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
@@ -34,7 +34,14 @@ class PromptCursor:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, source: str, seed: int, curriculum: CurriculumConfig | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        source: str,
+        seed: int,
+        strength: float = 0.0,
+        candidates: int = 8,
+        memory: float = 0.5,
     ) -> None:
         """Start before the first prompt of epoch 0, without observations.
 
@@ -42,7 +49,9 @@ class PromptCursor:
             prompts: At least one, else a `DataError`.
             source: First part of every prompt id, `source/epoch/index`; without a slash.
             seed: Of the shuffles, and of the draws that say which prompts are picked.
-            curriculum: None, or a strength of 0, is the plain shuffle.
+            strength: Share of the prompts that the curriculum picks, 0..1; 0 = the plain shuffle.
+            candidates: Prompts compared for each pick.
+            memory: Weight of the past in a prompt's observed pass rate, 0..1.
         """
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
@@ -50,7 +59,7 @@ class PromptCursor:
         columns = ({key: one.row[key] for key in one.row if key != CHAT} for one in prompts)  # a chat is its text
         rows = (json.dumps(row, sort_keys=True, default=str) for row in columns)
         contents = (f"{prompt.text}\0{prompt.answer}\0{row}" for prompt, row in zip(prompts, rows, strict=True))
-        self._curriculum = curriculum or CurriculumConfig(strength=0.0)
+        self._strength, self._candidates, self._memory = strength, candidates, memory
         self._identity = {
             "source": source,
             "seed": seed,
@@ -66,12 +75,12 @@ class PromptCursor:
 
     def next(self) -> Prompt:
         """Return the next prompt: picked, or simply the next of the shuffle; after the last one a new epoch begins."""
-        if self._curriculum.strength == 0:
+        if self._strength == 0:
             return self._prompt(*self._step())
         # A text seed for each draw needs no generator's state to be saved.
         draw = random.Random(f"{self._seed}/curriculum/{self._num_given}").random()
         self._num_given += 1
-        num_candidates = self._curriculum.candidates if draw < self._curriculum.strength else 1
+        num_candidates = self._candidates if draw < self._strength else 1
         candidates = [self._step() for _ in range(num_candidates)]
         chosen = min(candidates, key=lambda candidate: self._rank(candidate[1]))
         for _, index in candidates:
@@ -93,15 +102,15 @@ class PromptCursor:
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
         """Take the result of one group, 0..1, of a prompt given out before; the plain shuffle depends on none."""
-        if self._curriculum.strength > 0:
-            index, memory = int(prompt_id.rpartition("/")[2]), self._curriculum.memory
+        if self._strength > 0:
+            index, memory = int(prompt_id.rpartition("/")[2]), self._memory
             before = self._rates.get(index, pass_rate)
             self._rates[index] = memory * before + (1 - memory) * pass_rate
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, as plain numbers, texts and lists."""
         place = {**self._identity, "epoch": self._epoch, "position": self._position}
-        if self._curriculum.strength == 0:
+        if self._strength == 0:
             return place
         observed = {"rates": self._rates.items(), "passed_over": self._passed_over.items()}
         lists = {name: [list(pair) for pair in pairs] for name, pairs in observed.items()}
@@ -133,7 +142,7 @@ class PromptCursor:
     def _rank(self, index: int) -> tuple[float, int]:
         """Return what the best candidate has least of; of equals the first in the shuffle is chosen."""
         passed_over = self._passed_over.get(index, 0)
-        is_unseen = index not in self._rates or passed_over >= _PATIENCE * self._curriculum.candidates
+        is_unseen = index not in self._rates or passed_over >= _PATIENCE * self._candidates
         return (0.0 if is_unseen else abs(self._rates[index] - 0.5), -passed_over)
 
     def _shuffled(self) -> list[int]:
@@ -213,10 +222,9 @@ Cursor = PromptCursor | MixedCursor
 
 def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Cursor:
     """Build the walk over the training prompts, given by the source's name, that a recipe asks for."""
-    seed, curriculum = config.run.seed, config.data.curriculum
+    seed, strength = config.run.seed, config.data.curriculum
     cursors = {
-        name: PromptCursor(of_source, source=name, seed=seed, curriculum=curriculum)
-        for name, of_source in prompts.items()
+        name: PromptCursor(of_source, source=name, seed=seed, strength=strength) for name, of_source in prompts.items()
     }
     if not config.data.mix:
         return next(iter(cursors.values()))

@@ -92,7 +92,7 @@ def _sources(config: Config | OfflineConfig) -> Mapping[str, SourceConfig]:
 
 def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
     if source.source == "arith":
-        tasks = worked_solutions(source.arith, count, seed=settings.seed, carelessness=settings.carelessness)
+        tasks = worked_solutions(source.arith, count, seed=0, carelessness=settings.carelessness)
     else:
         tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
     return [_shown(task, source) for task in itertools.islice(itertools.cycle(tasks), count)]

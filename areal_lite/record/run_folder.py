@@ -45,11 +45,11 @@ _FREE_ON_RESUME = {
     *(f"launch.{name}" for name in LaunchConfig.model_fields),
     *(f"weights.{name}" for name in WeightsConfig.model_fields),
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
-    "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.bind", "queue.max_message_mb", "verifier.timeout_s",
+    "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.max_message_mb", "verifier.timeout_s",
     "verifier.processes", "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens",
     "trainer.packing",
     *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
-    "trainer.activation_checkpointing", "sft.epochs", "preference.epochs",
+    "trainer.activation_checkpointing", "trainer.epochs",
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""
 
@@ -132,9 +132,11 @@ class RunFolder:
         summary = read_summary(self.path)
         if summary.get("status") != "done" or config.run.resume_from is not None:
             return None
-        if isinstance(config, OfflineConfig) and config.batch.epochs is not None:
+        if isinstance(config, OfflineConfig) and config.trainer.epochs is not None:
             saved = self.recipe()
-            return summary if isinstance(saved, OfflineConfig) and saved.batch.epochs == config.batch.epochs else None
+            return (
+                summary if isinstance(saved, OfflineConfig) and saved.trainer.epochs == config.trainer.epochs else None
+            )
         version = summary.get("version")
         return summary if isinstance(version, int) and version >= config.run.steps else None
 

@@ -137,8 +137,8 @@ class QueueServer:
             raise ConfigError(f"a port of run.ports must be free on {self._bind}: {error}; choose others") from error
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"queue.bind must be a numeric address of this machine, got {self._bind!r} ({error}): use auto, or the "
-                "address that the other nodes reach"
+                f"the queue must listen at an address of this machine, got {self._bind!r} ({error}). Fix: set "
+                "run.network to a subnet or an interface that all nodes share"
             ) from error
         self._thread = threading.Thread(target=self._serve, name="sample-queue", daemon=True)
         self._thread.start()

@@ -55,7 +55,7 @@ class OfflineTrainer:
             model_folder: Where an export takes the tokenizer from.
             padding: Token id after shorter rows.
         """
-        settings, batch_size = config.trainer, config.batch.batch_size
+        settings, batch_size = config.trainer, config.trainer.batch_size
         if batch_size > (most := len(data.train)):
             raise ValueError(f"expected a batch_size of at most the {most} examples, got {batch_size}")
         self.learner = Learner(model, settings=settings, total_steps=config.run.steps)
@@ -196,7 +196,7 @@ class OfflineTrainer:
 
     def _all_batches(self) -> Iterator[list[int]]:
         """Yield this rank's examples of each update, shuffled in every epoch, without end."""
-        rng, size = np.random.default_rng(self._config.run.seed), self._config.batch.batch_size
+        rng, size = np.random.default_rng(self._config.run.seed), self._config.trainer.batch_size
         while True:
             order = rng.permutation(len(self._data.train)).tolist()
             for start in range(0, len(order) - size + 1, size):

@@ -53,7 +53,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
             lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
+            betas=(0.9, settings.beta2),
             fused=True,
         )
         # AdamW would make this state on its first step; a checkpoint before that step needs it too.

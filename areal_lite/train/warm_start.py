@@ -27,6 +27,7 @@ Progress = Callable[[int, int, float], None]
 _RECIPE_VERSION = 1
 """Raised when a change of the code below changes the model."""
 _HEAD_DIM = 32
+_SEED = 0
 _NUM_EXAMPLES = 8192
 _MAX_THREADS = 4
 """Matrices of this model are too small for more."""
@@ -71,7 +72,7 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
 def _content_hash(config: Config | OfflineConfig, shown: Sequence[Demonstration]) -> str:
     content = {
         "recipe": _RECIPE_VERSION,
-        "warm_start": config.model.warm_start.model_dump(),
+        "warm_start": {**config.model.warm_start.model_dump(), "seed": _SEED, "tie_embeddings": True},
         "max_context": config.model.max_context,
         "characters": alphabet(config),
         "problems": [demonstration.content for demonstration in shown],
@@ -83,9 +84,14 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
     warmup_steps = min(20, settings.steps)
     recipe = {
         "command": "sft",
-        "run": {"steps": settings.steps, "seed": settings.seed},
-        "sft": {"batch_size": settings.batch_size},
-        "trainer": {"lr": settings.lr, "schedule": "cosine", "warmup_steps": warmup_steps, "micro_batch_tokens": 1024},
+        "run": {"steps": settings.steps, "seed": _SEED},
+        "trainer": {
+            "batch_size": settings.batch_size,
+            "lr": settings.lr,
+            "schedule": "cosine",
+            "warmup_steps": warmup_steps,
+            "micro_batch_tokens": 1024,
+        },
     }
     import torch
 
@@ -118,11 +124,11 @@ def build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFa
         num_key_value_heads=num_heads // 2,
         head_dim=_HEAD_DIM,
         max_position_embeddings=config.model.max_context,
-        tie_word_embeddings=warm_start.tie_embeddings,
+        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(warm_start.seed)
+        torch.manual_seed(_SEED)
         return Qwen3ForCausalLM(architecture).train()

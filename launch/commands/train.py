@@ -71,7 +71,7 @@ def resume(
 
     saved = RunFolder(folder.resolve()).recipe()
     raw = saved.model_dump()
-    if isinstance(saved, OfflineConfig) and saved.batch.epochs is not None:
+    if isinstance(saved, OfflineConfig) and saved.trainer.epochs is not None:
         del raw["run"]["steps"]  # follows from the epochs
     for override in [f"run.resume={folder.resolve()}", *overrides]:
         set_value(raw, *parse_override(override))

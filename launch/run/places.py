@@ -227,12 +227,6 @@ def with_network(config: Config | OfflineConfig) -> Config | OfflineConfig:
     """
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return config.model_copy(update={"run": config.run.model_copy(update={"network": None})})
-    bind = config.queue.bind if isinstance(config, Config) else "auto"
-    if bind == "localhost" or bind.startswith("127."):
-        raise ConfigError(
-            f"with several nodes the queue must listen where all of them reach it, got queue.bind={bind}: leave it out "
-            "(auto), or set it to an address of this node that the others reach"
-        )
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     config = config.model_copy(update={"run": config.run.model_copy(update={"network": config.run.network or head})})
     if (address := local_address(config.run.network)).startswith("127."):

@@ -118,8 +118,8 @@ def _offline(config: OfflineConfig, loaded: Loaded, say: Callable[..., object]) 
     """Turn `epochs` into steps; the rows after an epoch's last full batch are skipped."""
     data = loaded.rows
     assert data is not None
-    if config.batch.epochs is not None:
-        steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
+    if config.trainer.epochs is not None:
+        steps = max(1, round(config.trainer.epochs * (len(data.train) // config.trainer.batch_size)))
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
     return config, OfflineController, data.check

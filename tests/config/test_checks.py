@@ -10,7 +10,7 @@ from areal_lite.launch.commands.main import main
 
 OWN = ["arith_cpu", "data.source=jsonl", "data.path=rows.jsonl", "model.warm_start.steps=0"]
 SFT = ["rlhf_sft", "data.source=jsonl", "data.path=rows.jsonl", "data.carelessness=0"]
-PAIRS = [*SFT[1:], "model.path=builtin:arith", "preference.batch_size=1"]
+PAIRS = [*SFT[1:], "model.path=builtin:arith", "trainer.batch_size=1"]
 FAULTS = {
     "4 of 5 rows broken": ("train", OWN, "4 of 5 rows of {here}/rows.jsonl are broken"),
     "no prompt is so short": ("train", [*OWN[:1], "data.filter.max_prompt_tokens=3"], "leaves out all 8192 rows"),

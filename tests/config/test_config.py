@@ -180,7 +180,7 @@ def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], nearest: str | No
     message = error_of(raw)
     assert message.startswith("unknown key ")
     if nearest is not None:
-        assert message.endswith(f"; did you mean {nearest}?")
+        assert f"; did you mean {nearest}?" in message
 
 
 def test_all_unknown_keys_are_named_at_once() -> None:
@@ -225,8 +225,6 @@ COMBINATIONS = [
         {"objective": {"proximal": "reuse"}, "trainer": {"minibatches": 2}},
         ["objective.proximal=reuse", "trainer.minibatches=2", "set it to 1, or objective.proximal to recompute"],
     ),
-    ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "probability 0 for the trainer", "set top_p=1 and top_k=0"]),
-    ({"rollout": {"top_k": 20}}, ["top_k=20", "probability 0 for the trainer", "set top_p=1 and top_k=0"]),
     (
         {"rollout": {"max_new_tokens": 512}, "model": {"max_context": 512}},
         ["rollout.max_new_tokens", "512", "raise model.max_context"],
@@ -264,7 +262,7 @@ def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, A
 
 def test_one_line_per_problem() -> None:
     """A remedy may hold a semicolon. Seen failing with problems joined by `; ` and split at it again."""
-    message = error_of({"queue": {"max_staleness": -1}, "rollout": {"top_p": 0.5}, "data": {"template": "a; b"}})
+    message = error_of({"queue": {"max_staleness": -1}, "rollout": {"temperature": 0}, "data": {"template": "a; b"}})
     assert len(message.splitlines()) == 3
 
 
@@ -423,7 +421,7 @@ def test_check_config_lists_every_setting_with_its_meaning(name: str, capsys: py
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with multi-line values written over several lines, their meaning behind the last one."""
-    overrides = ["model.path='a: b # c'", "run.dir=null", "run.resume='0'"]
+    overrides = ["model.path='a: b # c'", "run.dir=null", "run.resume='0'", "run.env={}"]
     assert main(["check-config", name, *overrides]) == 1  # there is no such model
     lines = capsys.readouterr().out.splitlines()
     config = load_any_config(name, overrides)

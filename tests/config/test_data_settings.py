@@ -41,7 +41,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mix": {"a": {"source": "jsonl"}}}, ["data.mix.a.source=jsonl needs data.mix.a.path, got none"]),
     ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template must say where the prompt goes, got 'x'"]),
     ({"mix": {"a": {"arith": {"min_terms": 5}}}}, ["data.mix.a.arith.min_terms", "5 and 4"]),
-    ({"curriculum": {"memory": 0.9}}, ["data.curriculum.memory=0.9 is not read without data.curriculum.strength"]),
 ]
 
 
@@ -60,7 +59,7 @@ def test_a_meaningless_combination_is_refused(data: dict[str, Any], words: list[
         {**FILE, "columns": {"b": "a", "a": "b"}, "filter": {"ranges": {"b": [1, 1]}}, "verifier": "exact"},
         {
             "mix": {"a": {"weight": 2}, "b-1.x_y": {**GYM, "verifier": "mine"}},
-            "curriculum": {"strength": 0.5, "memory": 0},
+            "curriculum": 0.5,
         },
         {"mix": {"only": FILE}},
     ],

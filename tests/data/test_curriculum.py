@@ -10,7 +10,6 @@ from queue_builders import FakeCursor, connected, generate, serving, verify
 from source_builders import load, recipe
 from test_data_mix import make_mix, make_prompts
 
-from areal_lite.config.data import CurriculumConfig
 from areal_lite.data.cursor import MixedCursor, PromptCursor, make_cursor
 from areal_lite.types import Score, StepReward
 from areal_lite.wire import decode, encode
@@ -25,8 +24,8 @@ def make_curriculum(
     candidates: int = 4,
     memory: float = 0.5,
 ) -> PromptCursor:
-    settings = CurriculumConfig(strength=strength, candidates=candidates, memory=memory)
-    return PromptCursor(make_prompts(count, name=name), source=name, seed=seed, curriculum=settings)
+    prompts = make_prompts(count, name=name)
+    return PromptCursor(prompts, source=name, seed=seed, strength=strength, candidates=candidates, memory=memory)
 
 
 def index_of(prompt_id: str) -> int:
@@ -160,7 +159,7 @@ def test_a_curriculum_goes_on_from_a_plain_run_and_back() -> None:
 def test_in_a_mix_each_source_has_its_own() -> None:
     """Shares stay exact; results find their source."""
     arith = {"source": "arith", "arith": {"train_size": 20, "eval_size": 3}}
-    config = recipe(data={"mix": {"a": arith, "b": arith}, "curriculum": {"strength": 1, "candidates": 2}})
+    config = recipe(data={"mix": {"a": arith, "b": arith}, "curriculum": 1})
     cursor = make_cursor(config, load(config))
     assert isinstance(cursor, MixedCursor)
     first = [cursor.next().prompt_id for _ in range(4)]

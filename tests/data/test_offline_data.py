@@ -39,12 +39,11 @@ def write(path: Path, rows: list[Any]) -> str:
 def load(
     tokenizer: PreTrainedTokenizerFast, command: str = "sft", *, max_context: int = 64, **data: Any
 ) -> OfflineData:
-    section = "sft" if command == "sft" else "preference"
     raw = {
         "command": command,
         "model": {"max_context": max_context},
         "data": {"source": "jsonl", "eval_fraction": 0.0, **data},
-        section: {"batch_size": 1},
+        "trainer": {"batch_size": 1},
     }
     return load_offline(parse_section(raw, OfflineConfig), tokenizer)
 

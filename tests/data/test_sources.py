@@ -289,8 +289,9 @@ def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
     sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
     config = recipe(data={"source": "jsonl", "path": path, "eval_path": path, "verifier": "mine"}, **sections)
-    monkeypatch.setattr(eval_command, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
-    assert eval_command.evaluate(config, model=str(tmp_path / "model")) == [Reply(1.0)]
+    monkeypatch.setattr(eval_command, "_in_a_process_of_its_own", lambda *_: [("2", Reply(1.0))])
+    (case,) = eval_command.evaluate(config, model=str(tmp_path / "model"))
+    assert (case.completion, case.reply) == ("2", Reply(1.0))
 
 
 # --- several sources ---

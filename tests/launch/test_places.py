@@ -56,13 +56,6 @@ def test_the_recipes_network_comes_first(fake_ray: SimpleNamespace) -> None:
     assert with_network(config_of(run={"network": "eth0"})).run.network == "eth0"
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost"])
-def test_a_queue_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace, bind: str) -> None:
-    """Seen failing without the check: the run stalls, and nothing names the cause."""
-    with pytest.raises(ConfigError, match=rf"got queue\.bind={bind}: leave it out \(auto\), or set it to an address"):
-        with_network(config_of(queue={"bind": bind}))
-
-
 def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace) -> None:
     """As that to a host name which is this machine's own."""
     with pytest.raises(ConfigError, match=r"got 127\.0\.0\.1 on this one, .* to other starts: set run\.network"):

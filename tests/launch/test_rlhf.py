@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
 TASK = [f"data.arith.{word}" for word in ("min_terms=2", "max_terms=2", "train_size=600", "eval_size=40")]
 SFT = [
     *TASK, "run.steps=60", "run.eval_every=30", "run.checkpoint_every=20", "run.checkpoint_beside=true",
-    "sft.batch_size=32", "model.warm_start.hidden_size=32", "model.warm_start.num_layers=1",
+    "trainer.batch_size=32", "model.warm_start.hidden_size=32", "model.warm_start.num_layers=1",
 ]  # fmt: skip
 
 

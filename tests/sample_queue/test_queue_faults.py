@@ -324,7 +324,7 @@ def test_an_address_of_another_machine_is_refused_by_name() -> None:
     server = QueueServer(
         Ledger(make_settings()), FakeCursor(), num_minibatches=1, num_ranks=1, seed=0, bind="192.0.2.1"
     )
-    with pytest.raises(ConfigError, match=r"queue\.bind .* got '192\.0\.2\.1'"):
+    with pytest.raises(ConfigError, match=r"the queue must listen at .* got '192\.0\.2\.1'"):
         server.start()
     server.close()
 

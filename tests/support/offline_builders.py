@@ -25,8 +25,7 @@ def offline_config(
         "run": {"steps": 6, "checkpoint_every": 2, "eval_every": 3, "report": False},
         "model": {"path": str(model), "max_context": 64},
         "data": {"source": "jsonl", "path": str(data), "eval_fraction": 0.34},
-        "sft" if command == "sft" else "preference": {"batch_size": 4},
-        "trainer": {"lr": 1e-2, "micro_batch_tokens": 32},
+        "trainer": {"batch_size": 4, "lr": 1e-2, "micro_batch_tokens": 32},
     }
     for name, section in sections.items():
         raw[name] = raw.get(name, {}) | section

@@ -21,10 +21,9 @@ COMMANDS = ["sft", "reward_model", "dpo"]
 def train(rank: int, world_size: int, folder: str, out: str, tensor: int) -> None:
     """Three steps of each command: figures, evaluation, weights."""
     for command in COMMANDS:
-        section = {"sft" if command == "sft" else "preference": {"batch_size": 5}}
         packing = world_size > tensor and command != "reward_model"
-        settings = {"ranks": world_size, "mesh": {"tensor": tensor}, "packing": packing}
-        config = offline_config(Path(folder), command, trainer=settings, **section)
+        settings = {"batch_size": 5, "ranks": world_size, "mesh": {"tensor": tensor}, "packing": packing}
+        config = offline_config(Path(folder), command, trainer=settings)
         trainer = offline_trainer(config, rank=rank)
         trainer.prepare()
         figures = [trainer.step() for _ in range(3)]

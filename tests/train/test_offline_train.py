@@ -113,7 +113,7 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
     """
     if other_reference and settings["loss"] != "simpo":
         settings = {**settings, "reference_path": save_tiny_model(tmp_path / "reference", seed=3)}
-    config = offline_config(tmp_path, "dpo", preference={"batch_size": 4, **settings})
+    config = offline_config(tmp_path, "dpo", preference=settings)
     trainer = offline_trainer(config)
     trainer.prepare()
     for _ in range(2):

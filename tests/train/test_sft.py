@@ -31,7 +31,7 @@ def loop(
     model: nn.Module, examples: list[Example] = EXAMPLES, *, batch_size: int | None = None, ranks: int = 1, **run: Any
 ) -> OfflineTrainer:
     batch = {"batch_size": batch_size or len(examples)}
-    raw = {"command": "sft", "run": {"steps": 1, **run}, "sft": batch, "trainer": {**SETTINGS, "ranks": ranks}}
+    raw = {"command": "sft", "run": {"steps": 1, **run}, "trainer": {**SETTINGS, **batch, "ranks": ranks}}
     return OfflineTrainer(OfflineConfig.model_validate(raw), model, OfflineData(train=examples, held_out=[]))
 
 
@@ -98,10 +98,9 @@ def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_start, "_NUM_EXAMPLES", 32)
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_warm_start_makes_a_model_folder(tmp_path: Path, tie_embeddings: bool) -> None:
+def test_warm_start_makes_a_model_folder(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    config = tiny_config(tie_embeddings=tie_embeddings)
+    config = tiny_config()
     folder = ensure_warm_start(
         config, cache_dir=tmp_path / "cache", progress=lambda done, of, loss: steps.append((done, of))
     )
@@ -109,16 +108,16 @@ def test_warm_start_makes_a_model_folder(tmp_path: Path, tie_embeddings: bool) -
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)
-    assert model.config.tie_word_embeddings == tie_embeddings
+    assert model.config.tie_word_embeddings
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.max_position_embeddings == config.model.max_context
     assert tokenizer.decode(tokenizer.encode("7+25=?")) == "7+25=?"
 
 
 def test_warm_start_is_cached_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same settings train once; another seed, task or context gets a folder of its own.
+    """The same settings train once; another task, carelessness or context gets a folder of its own.
 
-    Seen failing with the seed, and with the context length, left out of the hash.
+    Seen failing with the carelessness, and with the context length, left out of the hash.
     """
     folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
     before = folder.stat().st_mtime_ns
@@ -131,7 +130,7 @@ def test_warm_start_is_cached_by_content(tmp_path: Path, monkeypatch: pytest.Mon
     base["model"]["max_context"] = 256
     terms = tiny_config().model_dump()
     terms["data"]["arith"]["max_terms"] = 3
-    others = [tiny_config(seed=1), tiny_config(lr=1e-4), parse_config(base), parse_config(terms)]
+    others = [tiny_config(carelessness=0.25), tiny_config(lr=1e-4), parse_config(base), parse_config(terms)]
     assert len({ensure_warm_start(other, cache_dir=tmp_path) for other in others} - {folder}) == len(others)
 
 
@@ -143,7 +142,7 @@ def test_the_run_seed_does_not_change_the_warm_start(tmp_path: Path) -> None:
     expected = torch.rand(2)
     torch.manual_seed(3)
     assert ensure_warm_start(config, cache_dir=tmp_path) == folder
-    assert ensure_warm_start(tiny_config(seed=2), cache_dir=tmp_path) != folder
+    assert ensure_warm_start(tiny_config(carelessness=0.25), cache_dir=tmp_path) != folder
     assert torch.equal(torch.rand(2), expected)
 
 

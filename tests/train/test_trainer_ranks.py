@@ -93,7 +93,7 @@ def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
     model = load_model(model_folder, make_config(trainer={"ranks": world_size}))
     examples = [Example(list(row.prompt_token_ids), (row.sample.token_ids.tolist(),)) for row in batch_rows()]
     trainer = {"lr": 1e-2, "micro_batch_tokens": 20, "ranks": world_size}
-    raw = {"command": "sft", "run": {"steps": 3}, "sft": {"batch_size": 5}, "trainer": trainer}
+    raw = {"command": "sft", "run": {"steps": 3}, "trainer": {"batch_size": 5, **trainer}}
     config = OfflineConfig.model_validate(raw)
     loop = OfflineTrainer(config, model, OfflineData(train=examples, held_out=[]), rank=rank)
     losses: list[float] = []

@@ -248,7 +248,7 @@ def test_resume_of_a_run_of_some_epochs(monkeypatch: pytest.MonkeyPatch, tmp_pat
     training = FakeTraining(monkeypatch, Interrupted(str(tmp_path)))
     config = load_any_config("rlhf_sft", [f"run.dir={tmp_path}"])
     assert isinstance(config, OfflineConfig)
-    new_run_folder(config.model_copy(update={"sft": config.sft.model_copy(update={"epochs": 2.0})}))
+    new_run_folder(config.model_copy(update={"trainer": config.trainer.model_copy(update={"epochs": 2.0})}))
     assert cli.main(["resume", str(tmp_path)]) == 130
     assert training.calls[0][0].run.resume == str(tmp_path)
 
