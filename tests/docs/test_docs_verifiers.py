@@ -61,12 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if block.file is not None:
                 assert not (folder / block.file).exists(), f"two blocks are {block.file}"
                 (folder / block.file).write_text(block.text)
-    others = [{"problem": row["question"], "info": {"solution": row["answer"]}} for row in ROWS]
+    others = ({"problem": row["question"], "info": {"solution": row["answer"]}} for row in ROWS)
     lines = "".join(json.dumps(row | other) + "\n" for row, other in zip(ROWS, others, strict=True))
     for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
         (folder / name).write_text(lines)
     for name in ("problems.jsonl", "held_out.jsonl"):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in others))
+        (folder / name).write_text('{"problem": "7+25=?", "info": {"solution": 32}}\n')
     (folder / "completions.jsonl").write_text("".join(json.dumps({"completion": row["answer"]}) + "\n" for row in ROWS))
     for name, block in zip(("trl", "verl", "openrlhf"), blocks("first.md", "json"), strict=True):
         (folder / f"{name}_rows.jsonl").write_text(json.dumps(json.loads(block.text)) + "\n")
