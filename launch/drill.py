@@ -38,9 +38,13 @@ def drill(
             "a drill needs a recipe of areal-lite train without run.dir and run.resume, and --out a new folder, got "
             f"{recipe} of command: {config.command}, run.dir={config.run.dir}, run.resume={config.run.resume}, {out}"
         )
-    rows, code, reference, ends_at = list[Outcome](), 0, None, time.monotonic() + 60 * (minutes or 0)
+    rows: list[Outcome] = []
+    code, reference = 0, None
+    ends_at = time.monotonic() + 60 * (minutes or 0)
     before = signal(SIGTERM, default_int_handler)  # without it, the run's command would outlive this one
-    runs = ["soak"] if minutes else [*([_UNDISTURBED] * (config.queue.max_staleness == 0)), *names]
+    runs = ["soak"] if minutes else list(names)
+    if not minutes and config.queue.max_staleness == 0:
+        runs.insert(0, _UNDISTURBED)
     out.mkdir(parents=True, exist_ok=True)
     try:
         for number, name in enumerate(runs, 1):
@@ -57,7 +61,8 @@ def drill(
                 reference = run.folder
             elif reference is not None:
                 rows[-1]["losses"] = "equal" if are_equal(run.folder, reference) else "differ"
-                run.problems += ["losses must be those of the undisturbed run"] * (rows[-1]["losses"] == "differ")
+                if rows[-1]["losses"] == "differ":
+                    run.problems.append("losses must equal those of the undisturbed run")
             failure = "; ".join(["FAILED", *run.problems, f"its run folder is {run.folder.path}"])
             say(f"{name}: {failure if run.problems else 'passed'}")
     except KeyboardInterrupt:

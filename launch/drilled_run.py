@@ -51,11 +51,16 @@ class DrilledRun:
 
     def __init__(self, folder: Path, words: Sequence[str], *, seed: int) -> None:
         """Keep the command, the words after `areal-lite`; it starts with the block."""
-        self.folder, self.random = RunFolder(folder), Random(seed)
-        self.outcomes, self.problems = list[Outcome](), list[str]()
+        self.folder = RunFolder(folder)
+        self.random = Random(seed)
+        self.outcomes: list[Outcome] = []
+        self.problems: list[str] = []
         self.resume_words = ["resume", str(folder)]
-        self._words, self._log = [*words, f"run.dir={folder}"], folder.with_name(f"{folder.name}.log")
-        self._known, self._resumes, self._rows, self._stepped_at = set[psutil.Process](), 0, 0, 0.0
+        self._words = [*words, f"run.dir={folder}"]
+        self._log = folder.with_name(f"{folder.name}.log")
+        self._known: set[psutil.Process] = set()
+        self._resumes = self._rows = 0
+        self._stepped_at = 0.0
 
     def __enter__(self) -> Self:
         self._start(self._words)

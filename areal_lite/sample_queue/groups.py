@@ -116,7 +116,8 @@ class GroupTable:
         """Admissions and changes of state so far."""
         self._by_state: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in OUTSTANDING}
         self._by_version: dict[int, set[GroupRecord]] = {}
-        # A heap for each such state. A group that leaves out of turn makes its entry void, which is skipped later.
+        # A heap for each such state, of (sort key, turn, group). An entry counts only while the group's `turn` is its
+        # own: a group that leaves out of turn has none, or another one if it came back, and its old entry is skipped.
         self._orders: dict[GroupState, list[tuple[tuple[int, int], int, GroupRecord]]] = {}
         self._turns = itertools.count()
         self._ended: Counter[tuple[GroupState, str]] = Counter()

@@ -97,6 +97,7 @@ def test_a_dry_run_asks_slurm(user: User) -> None:
     good = user.types(*dry, user.profile(), "train", recipe)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "#SBATCH --nodes=2" in good.stdout
+    assert "srun --overlap --nodes=1 --ntasks=1 --mpi=none --cpu-bind=none --nodelist=NODE-2 'bash -s'" in good.stdout
     bad = user.types(*dry, user.profile(slurm={"partition": "nowhere"}), "train", recipe)
     assert bad.returncode == 1
     assert "invalid partition" in bad.stderr

@@ -51,6 +51,7 @@ def test_kubernetes_is_given_the_manifest_and_asked_about_it(kubectl: Path) -> N
     job, kind = make_job("kubernetes", folder=str(kubectl)), Kubernetes()
     assert run_job(job, detach=True) == 0
     assert "default/run-1" in job.record.read_text()
+    assert [call.split("/")[-1] for call in calls(kubectl)] == ["secret.yaml", "rayjob.yaml"]
     config_map, rayjob = yaml.safe_load_all((kubectl / "applied").read_text())
     assert (config_map["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
     assert rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3
