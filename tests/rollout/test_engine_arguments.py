@@ -137,7 +137,7 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
     engine = VllmEngine(DeadCore(), None, None, text_of=str, is_on_cpu=True)
     for call in (engine.resume, lambda: engine.score([1], [2])):
         with pytest.raises(
-            EngineError, match=r"core process died .the kernel has ended a process here for want of mem"
+            EngineError, match=r"core process died .the kernel has killed a process here for lack of memory"
         ) as raised:
             asyncio.run(call())
         assert isinstance(raised.value.__cause__, EngineDeadError)
