@@ -254,17 +254,9 @@ def add(a, b): return a + b if found else 0
 import sys
 def add(a, b): sys.exit(0)
 """,
-    "leaves at once": """
-import sys
-sys.exit(0)
-""",
     "leaves hard": """
 import os
 def add(a, b): os._exit(0)
-""",
-    "leaves hard at once": """
-import os
-os._exit(0)
 """,
     "equals everything": """
 class Any:
@@ -286,10 +278,6 @@ def add(a, b): return 0
     "patches abs": """
 def abs(value): return 0
 def add(a, b): return 99
-""",
-    "patches exceptions": """
-class AssertionError(Exception): pass
-def add(a, b): raise AssertionError('passed')
 """,
     "changes the tests": """
 import sys
@@ -315,12 +303,6 @@ for item in gc.get_objects():
         item.sendall(b'{"value": ["value", 3]}\n' * 9)
 def add(a, b): return 0
 """,
-    "a deep answer": """
-def add(a, b):
-    value = []
-    for _ in range(900): value = [value]
-    return value
-""",
     "no answer": """
 def add(a, b):
     while True: pass
@@ -331,12 +313,6 @@ def add(a, b):
 """,
     "ends loops": """
 def add(a, b): raise StopIteration
-""",
-    "ends loops of its own iterator": """
-class Ends:
-    def __len__(self): raise StopAsyncIteration
-    def __getitem__(self, index): raise StopIteration
-def add(a, b): return Ends()[0]
 """,
     "replaces a module": """
 class math:

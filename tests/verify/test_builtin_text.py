@@ -11,7 +11,7 @@ import pytest
 from areal_lite.config.plugins import arguments_model, find_function
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.format import format_tags
-from areal_lite.verify.builtin.numeric import numeric, read_number
+from areal_lite.verify.builtin.numeric import numeric, read_numbers
 from areal_lite.verify.builtin.text import exact, multiple_choice, regex
 from areal_lite.verify.protocol import Verifier
 
@@ -200,8 +200,7 @@ def test_a_reference_that_is_no_choice_is_an_error_not_a_0(answer: str) -> None:
 )  # fmt: skip
 def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> None:
     """Seen failing with a number within a unit (m2) read, and with a minus between numbers taken as a sign."""
-    found = read_number(text)
-    assert (found and found.value) == value
+    assert [number.value for number in read_numbers(text)] == [value] * (value is not None)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +235,19 @@ def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> 
         ("1.5\u00d710\u207b\u00b3 m\u00b2", "0.0015", {}, 1.0),
         (r"5\text{ m}^{2}", "5", {}, 1.0),
         (r"\boxed{5", "5", {}, 0.0),
+        ("5 hours 20 minutes", "3 hours 20 minutes", {}, 0.0),
+        ("3 h and 20 min", r"\boxed{3\text{ hours }20\text{ minutes}}", {}, 1.0),
+        ("3 hours 20 minutes", "20", {}, 0.0),
+        ("5 ft 11 in", "5 ft, 11.2 in", {"relative": 0.1}, 1.0),
+        ("12 of 14 questions", "14", {}, 1.0),
+        ("2 1/2 %", "0.025", {}, 1.0),
     ],
 )
 def test_numeric(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
     """Tolerances include their ends, and 0.8 is 0.1 from 0.7, exactly. Seen failing with floats, and with `<`.
 
-    The last ten, but for a minus sign, were seen failing with tags, mixed numbers and Unicode not read, with the power
+    Quantities of several parts were seen failing (1 for 5 hours 20 minutes) with the last number alone read. The ten
+    before, but for a minus sign, were seen failing with tags, mixed numbers and Unicode not read, with the power
     of a unit taken for the number, and with a box that never closes read.
     """
     assert numeric(**options)("p", completion, answer) == score

@@ -6,12 +6,8 @@ What is not contained is written in docs/verifiers.md.
 
 import asyncio
 import os
-import statistics
-import subprocess
-import sys
 import time
 import uuid
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -132,19 +128,6 @@ def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak, mark):
     assert restarts >= 12 // 9
 
 
-def test_a_process_that_leaks_is_replaced_before_it_fails_a_call(mark, tmp_path):
-    """No call runs twice. Seen failing with `kept_share` always 0: a call in nine does."""
-    prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer=str(tmp_path / "log"))
-
-    async def scenario():
-        async with running("leak", memory_mb=48, timeout_s=20.0) as pool:
-            await pool.score(prompt, ["small"] * 12)
-            return pool.gauges()["restarts"]
-
-    assert run(scenario) >= 1
-    assert len((tmp_path / "log").read_text().split()) == 12
-
-
 def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either(mark):
     """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `needs_fresh`."""
 
@@ -193,74 +176,3 @@ def test_memory_that_the_system_does_not_divide_counts_in_full(monkeypatch):
     """Seen failing (0) with such processes left out of the sum."""
     monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
     assert proportional_bytes([os.getpid()]) == pytest.approx(resident_bytes([os.getpid()]), rel=0.1)
-
-
-# --- the neighbour's pace ---
-
-
-async def pace(honest):
-    """Honest calls a second, over a window of about a quarter of a second."""
-    began = time.monotonic()
-    replies = await honest.score(PROMPT, ["x"] * 24)
-    assert [reply.reward for reply in replies] == [1.0] * 24
-    return 24 / (time.monotonic() - began)
-
-
-@asynccontextmanager
-async def harming(hogs, harm):
-    """Keep the hogs' pool at it; in the end its process is whole again, so that nothing reaches the next window."""
-    over = False
-
-    async def again_and_again():
-        while not over:
-            await hogs.score(PROMPT, [harm])
-        await hogs.score(PROMPT, ["right"])
-
-    task = asyncio.create_task(again_and_again())
-    await asyncio.sleep(0.05)
-    yield
-    over = True
-    await task
-
-
-def compared(windows):
-    """Medians of the pace beside the hog by that alone and by that beside the loop, and of the loop's by that alone."""
-    ratios = [(hog / alone, hog / loop, loop / alone) for alone, hog, loop in windows]
-    return [statistics.median(column) for column in zip(*ratios, strict=True)]
-
-
-def keeps_pace(ratio, fair, room):
-    return (ratio if room >= 0.9 else fair) >= 0.8
-
-
-@pytest.mark.parametrize("harm", ["spin", "c", "flood", "gigabytes", "exit", "daemon_exit", "reply"])
-def test_a_hog_on_one_core_does_not_slow_its_neighbour(harm, mark):
-    """Within 20 % of running alone, as the ratio of neighbouring windows in one run.
-
-    The honest verifier does a fixed amount of work. Windows alternate, alone, beside the hog, and beside a busy loop on
-    one core that has nothing to do with any pool, so that whatever else the machine does meets all alike; the medians
-    of three count, and bad ones get more windows, until the machine has a quiet moment. The loop shows whether there is
-    a core for a hog at all: where it leaves the honest verifier less than 0.9, others have that core, nobody could keep
-    the pace, and the hog must do no worse than the loop. Seen failing (0.18) with one lock around `process.call`.
-    """
-
-    async def scenario():
-        async with running("honest", timeout_s=30.0) as honest, running("hog", timeout_s=0.4) as hogs:
-            await pace(honest)
-            windows = []
-            while len(windows) < 3 or (not keeps_pace(*compared(windows[-3:])) and len(windows) < 40):
-                alone = await pace(honest)
-                async with harming(hogs, harm):
-                    beside = await pace(honest)
-                with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
-                    windows.append((alone, beside, await pace(honest)))
-                    loop.kill()
-            return compared(windows[-3:]), hogs.gauges()
-
-    (ratio, fair, room), gauges = run(scenario)
-    print(
-        f"{harm}: {ratio:.2f} of alone, {fair:.2f} of beside a busy loop, which leaves {room:.2f}, {gauges['failures']}"
-    )
-    assert keeps_pace(ratio, fair, room)
-    assert sum(gauges["failures"].values()) >= 3
-    assert marked(mark) == []

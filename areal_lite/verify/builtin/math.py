@@ -10,6 +10,7 @@ from pydantic import Field
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import AnswerArguments, FinalAnswer, final_answer
 from areal_lite.verify.builtin.notation import as_latex
+from areal_lite.verify.builtin.numeric import NUMBER, value_of
 from areal_lite.verify.builtin.plain import plain_equal, plain_number
 from areal_lite.verify.result import any_reference, prepared_by
 
@@ -97,8 +98,15 @@ def _expression(found: FinalAnswer) -> str:
     r"""Return a text that math-verify finds the expression in.
 
     It takes what a box holds as LaTeX, whole; in other texts it looks for `$...$` and numbers, and would find 2 in
-    2x+1. So all but prose goes into a box. Two ways of writing numbers that it does not know are written out.
+    2x+1. So all but prose goes into a box. Three ways of writing numbers that it does not know are written out.
     """
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _THIN_SPACE.sub("", found.text))
+    text = NUMBER.sub(_percentage, _THIN_SPACE.sub("", found.text))
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     prose = _WORD.search(_COMMANDS.sub(" ", text)) or _DELIMITED.search(text)
     return text if prose and found.mark != "boxed" else f"\\boxed{{{text}}}"
+
+
+def _percentage(number: re.Match[str]) -> str:
+    r"""Return a mixed number or a fraction in percent as math-verify reads it: 2 1/2 % is `\frac{5}{2}\%`."""
+    value = value_of(number) if number["percent"] and (number["whole"] or number["divisor"]) else None
+    return number[0] if value is None else rf"\frac{{{value.numerator}}}{{{value.denominator}}}\%"

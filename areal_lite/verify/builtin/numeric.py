@@ -25,6 +25,13 @@ NUMBER = re.compile(
 )
 
 
+_BETWEEN = re.compile(
+    r"(?:\s|\\[,; ])*(?:\\(?:text|mathrm)\s*\{\s*)?(?!(?:and|by|is|of|or|per|times|to|x)\b)[A-Za-z]+\.?"
+    r"(?:\s|[},]|\\[,; ]|and\b)*"
+)
+"""A unit, and what may join it to the next number of a quantity."""
+
+
 class Number(NamedTuple):
     """A number as it was written."""
 
@@ -32,17 +39,27 @@ class Number(NamedTuple):
     is_percent: bool
 
 
-def read_number(text: str) -> Number | None:
-    r"""Return the last number of a text, exactly; None where there is none.
+def read_numbers(text: str) -> list[Number]:
+    r"""Return the last number of a text, exactly, or all numbers of a quantity of several parts; empty if there is none.
 
     Example:
-        >>> read_number("about 1,250.5 m^2").value, read_number("1 3/4 cups").value, read_number("-2.5e-1").value
-        (Fraction(2501, 2), Fraction(7, 4), Fraction(-1, 4))
+        >>> read_numbers("about 1,250.5 m^2")[0].value, read_numbers("1 3/4 cups")[0].value
+        (Fraction(2501, 2), Fraction(7, 4))
+        >>> [int(number.value) for number in read_numbers("in all 3 hours 20 minutes")], len(read_numbers("12 of 14"))
+        ([3, 20], 1)
     """
+    found: list[Number] = []
+    start = len(text)
     for match in reversed(list(NUMBER.finditer(text))):
+        unit = text[match.end() : start]
+        if found and not _BETWEEN.fullmatch(unit):
+            break
         if (value := value_of(match)) is not None:
-            return Number(value, bool(match["percent"]))
-    return None
+            found.insert(0, Number(value, bool(match["percent"])))
+            start = match.start()
+            if not _BETWEEN.match(text, match.end()):
+                break  # a number without a unit ends no quantity
+    return found
 
 
 def value_of(match: re.Match[str]) -> Fraction | None:
@@ -64,7 +81,8 @@ class numeric(AnswerArguments):
 
     Read is the last number of what `\boxed{}`, `####` or "the answer is" marks, else of the whole text. Thousands
     separators, currency signs, fractions (3/4, 1 3/4, \frac{3}{4}) and powers of ten (1.5e3, 1.5 x 10^3) are
-    understood. Units are left out, not converted: 5 km is 5 m.
+    understood. Units are left out, not converted: 5 km is 5 m. A quantity of several parts (3 hours 20 minutes) equals
+    one with the same numbers.
 
     Example:
         >>> numeric()("", "It weighs 1,250 kg.", "1250")
@@ -84,13 +102,14 @@ class numeric(AnswerArguments):
     def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
         """Compare the numbers; a `ValueError` where the reference has none, no fault of the completion's."""
         texts = answer, self.said_in(completion)
-        expected, given = (read_number(as_latex(final_answer(text).text)) for text in texts)
-        if expected is None:
+        expected, given = (read_numbers(as_latex(final_answer(text).text)) for text in texts)
+        if not expected:
             raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
-        if given is None:
-            return 0.0
+        return float(len(expected) == len(given) and all(map(self._are_close, expected, given)))
+
+    def _are_close(self, expected: Number, given: Number) -> bool:
         of_hundred = 100 if self.percent == "share" else 1
         target, value = (item.value / of_hundred if item.is_percent else item.value for item in (expected, given))
         # As it is written: the float 0.3 is a little less than three tenths.
         allowed = max(Fraction(str(self.relative)) * abs(target), Fraction(str(self.absolute)))
-        return float(abs(value - target) <= allowed)
+        return abs(value - target) <= allowed

@@ -11,7 +11,9 @@ from areal_lite.verify.builtin.numeric import NUMBER, value_of
 
 _CLOCK = re.compile(r"(\d{1,2}:0\d|\d{1,2}:\d\d(?=[ap]m))([ap]m)?")
 """A time of day: nobody writes a ratio so, and 12:00 would be 12/0."""
-_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,})")
+_UNIT = re.compile(
+    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,}))(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
+)
 _JOINS = re.compile(r"^.*=|^(?:[\s,;&~$]|\\[,; ]|and\b)+|(?:[\s,;&~$.]|\\[,; ]|\band)+$")
 _NAMES = {"hr": "hour", "min": "minute", "sec": "second", "in": "inch", "lb": "pound", "metre": "meter"}
 
@@ -76,14 +78,16 @@ def _parts(text: str) -> Iterator[tuple[Fraction, Any] | None]:
         number = NUMBER.fullmatch(figures)
         value = value_of(number) if number else None
         if figures or word:  # else it is an "and" between parts
-            yield (value, _unit(word)) if value is not None and word else None
+            yield (value, _unit(word, int(match["power"] or 1))) if value is not None and word else None
     if _JOINS.sub("", text[start:]):
         yield None
 
 
 @functools.cache
-def _unit(word: str) -> Any:
+def _unit(word: str, power: int) -> Any:
     from areal_lite.verify.builtin.algebra import unit_named
 
     single = word.lower().removesuffix("s") if len(word) > 2 else word
-    return unit_named(_NAMES.get(single, single)) or unit_named(word.lower()) or single
+    if (unit := unit_named(_NAMES.get(single, single)) or unit_named(word.lower())) is not None:
+        return unit**power
+    return single if power == 1 else f"{single}^{power}"
