@@ -40,7 +40,7 @@ class Number(NamedTuple):
 
 
 def read_numbers(text: str) -> list[Number]:
-    r"""Return the last number of a text, exactly, or all numbers of a quantity of several parts; empty if there is none.
+    r"""Return the last number of a text, exactly, or all numbers of a quantity of several parts; empty without one.
 
     Example:
         >>> read_numbers("about 1,250.5 m^2")[0].value, read_numbers("1 3/4 cups")[0].value
