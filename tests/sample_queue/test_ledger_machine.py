@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_builders import FakeClock, leases_of, make_samples, make_scores, make_settings, return_batch
+from ledger_builders import FakeClock, make_samples, make_scores, make_settings, return_batch
 
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, Ledger
@@ -92,7 +92,8 @@ class LedgerMachine(RuleBasedStateMachine):
     Seen failing with: `capacity` one group too large; leases that survive `drop`; a result accepted after expiry;
     `STATE_BEFORE` of a taken group set to `generated`; ready groups taken in order of arrival; `may_take` that always
     agrees; the version not moved for a group generated anew; `state()` that forgets ended groups; a mask one step too
-    generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`.
+    generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`; a lease that is undone counted as
+    a lost worker.
     """
 
     on_stale = "mask"
@@ -278,6 +279,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dead.append(lease_id)
         assert self.ledger.fail(lease_id, "reason")
         self.finish(group_id, "failed(reason)")
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def undo_lease(self, data: st.DataObject) -> None:
+        """It never reached its worker: the group goes back, and no attempt is lost."""
+        lease_id = data.draw(st.sampled_from(list(self.leases)))
+        self.ledger.take_back([lease_id])
+        self.model.groups[self.leases[lease_id].group_id].lost -= 1
+        self.lose(lease_id)
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
@@ -469,14 +479,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_agree(self) -> None:
-        assert {lease.lease_id for lease in leases_of(self.ledger)} == set(self.leases)
+        for lease_id in (*self.leases, *self.dead):
+            assert (self.ledger.find_lease(lease_id) is not None) == (lease_id in self.leases)
+        counts = self.ledger.counts()
+        assert counts["leased_rollout"] + counts["leased_verify"] == len(self.leases)
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
             outstanding = len(self.model.groups)
             assert self.ledger.abandon_outstanding() == outstanding
             assert self.ledger.counts()["abandoned"] == outstanding
-            assert leases_of(self.ledger) == []
+            assert all(self.ledger.find_lease(lease_id) is None for lease_id in self.leases)
 
 
 class WaitMachine(LedgerMachine):

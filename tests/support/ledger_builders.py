@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.sample_queue.groups import GroupState
-from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.types import Sample, Score, StopReason, VersionSpan
 
 
@@ -67,11 +67,6 @@ def bring_to_ready(ledger: Ledger, prompt_id: str, *, versions: Sequence[int] | 
     (verify,) = ledger.lease_verify("verifier/0", limit=1)
     assert ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
     return group_id
-
-
-def leases_of(ledger: Ledger) -> list[HeldLease]:
-    """The living leases."""
-    return list(ledger._leases._leases.values())
 
 
 def return_batch(ledger: Ledger) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ledger_builders import leases_of, make_sample, make_settings
+from ledger_builders import make_sample, make_settings
 from places import FIXTURES
 
 from areal_lite.config.verifier import VerifierConfig
@@ -96,4 +96,4 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     assert failures == {"timeout": 1, "memory": 1, "crashed": 1, "reply_too_large": 1, "exception:KeyError": 1}
     counts = ledger.counts()
     assert (counts["admitted"], counts["failed"], counts["ready"], counts["outstanding"]) == (6, 5, 1, 1)
-    assert leases_of(ledger) == []
+    assert ledger.counts()["leased_verify"] == 0
