@@ -91,9 +91,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     Seen failing with: `capacity` one group too large; leases that survive `drop`; a result accepted after expiry;
     `STATE_BEFORE` of a taken group set to `generated`; ready groups taken in order of arrival; `may_take` that always
-    agrees; the version not moved for a group generated anew; `state()` that forgets ended groups; a mask one step too
-    generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`; a lease that is undone counted as
-    a lost worker.
+    agrees; the version not moved for a group generated again; `state()` that forgets ended groups; a mask one step too
+    generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`; a
+    lease that is undone counted as a lost worker.
     """
 
     on_stale = "mask"
