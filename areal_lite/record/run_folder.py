@@ -121,11 +121,14 @@ class RunFolder:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(content["run"]["env"], file)
 
-    def _with_env_values(self, saved: Any) -> Any:
-        path = self.path / _ENV_VALUES
-        if not path.is_file() or not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
+    def _with_env_values(self, saved: Row) -> Row:
+        path, notes = self.path / _ENV_VALUES, list[str]()
+        if not path.is_file() or not isinstance(saved.get("run"), dict):
             return saved
-        return {**saved, "run": {**saved["run"], "env": read_json(path, [])}}
+        values = read_json(path, notes)
+        if notes:
+            raise CheckpointError(f"{self.path} is damaged: {notes[0]}. Fix: delete {path}, and give run.env again")
+        return {**saved, "run": {**saved["run"], "env": values}}
 
     def finished(self, config: Config | OfflineConfig) -> dict[str, Any] | None:
         """Return the summary of a run that has trained all that a recipe asks for; None if there is more to do."""
