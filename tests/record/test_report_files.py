@@ -1,6 +1,7 @@
 """What the report reads: gaps, half-written files and runs that are still going; shares and settings as they are."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
         "metrics.jsonl: 2 line(s) cut off or broken, left out",
         "metrics.jsonl has no row of step 2: figures and curves leave them out",
     ]
+
+
+def test_of_a_long_event_log_one_group_in_so_many_is_kept(tmp_path: Path) -> None:
+    """Shares of time need all other events. Seen failing with all of the log in memory."""
+    path = make_run(tmp_path / "run", steps=30)
+    whole, part = RunFiles(path), RunFiles(path, max_log_bytes=(path / "events.jsonl").stat().st_size // 3)
+    count = {run: Counter(event["kind"] for event in run.events) for run in (whole, part)}
+    assert count[part]["group"] == count[part]["verify"] == count[whole]["group"] // 4 == 15
+    assert lane_shares(part.events) == lane_shares(whole.events)
+    assert part.notes == ["events.jsonl is long: timeline, lengths and latencies show one group in 4"]
 
 
 def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:

@@ -9,16 +9,19 @@ from areal_lite.events import Event
 from areal_lite.record.run_files import Row, iterate_rows, missing_steps, read_json, table
 from areal_lite.record.run_folder import flattened
 
-_MAX_LOG = 100_000_000
-"""Bytes of an event log that is read whole: in memory it takes about eight times as much."""
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
 class RunFiles:
     """The files of one run; a missing one is empty."""
 
-    def __init__(self, path: Path, *, name: str = "") -> None:
-        """Read a run folder; titles and legends show `name`, by default the folder's.
+    def __init__(self, path: Path, *, name: str = "", max_log_bytes: int = 100_000_000) -> None:
+        """Read a run folder.
+
+        Args:
+            path: The folder.
+            name: For titles and legends, by default the folder's.
+            max_log_bytes: Of a longer event log only a part is kept: in memory it takes eight times as much.
 
         Raises:
             DataError: It holds nothing of a run.
@@ -39,7 +42,7 @@ class RunFiles:
             self.notes.append(f"metrics.jsonl has no row of step {missing}: figures and curves leave them out")
         self.last = self.metrics[-1] if self.metrics else {}
         """The newest row of metrics."""
-        self.events = self._events(path / "events.jsonl")
+        self.events = self._events(path / "events.jsonl", max_log_bytes)
         self.summary = read_json(path / "summary.json", self.notes)
 
     def _rows(self, path: Path) -> Iterator[Row]:
@@ -51,9 +54,9 @@ class RunFiles:
         if broken:
             self.notes.append(f"{path.name}: {len(broken)} line(s) cut off or broken, left out")
 
-    def _events(self, path: Path) -> list[Event]:
+    def _events(self, path: Path, max_bytes: int) -> list[Event]:
         """Read the event log; of one too long for memory, only one group and one verification in so many."""
-        stride = 1 + (path.stat().st_size // _MAX_LOG if path.is_file() else 0)
+        stride = 1 + (path.stat().st_size // max_bytes if path.is_file() else 0)
         if stride == 1:
             return list(self._rows(path))
         self.notes.append(f"{path.name} is long: timeline, lengths and latencies show one group in {stride}")
