@@ -209,7 +209,7 @@ def test_this_python_fits():
         ("df", "#!/bin/sh\necho header\necho 'disk 9 9 1000000 9% /'\n", ["6 GB of free disk", "1 GB", "free some"]),
     ],
 )
-def test_an_unfit_machine_is_told_what_was_expected_what_came_and_what_to_do(checkout, command, text, words):
+def test_an_unfit_machine_gets_a_message_of_three_parts(checkout, command, text, words):
     checkout.command(command, text)
     done = checkout.setup()
     assert done.returncode == 1
@@ -217,7 +217,7 @@ def test_an_unfit_machine_is_told_what_was_expected_what_came_and_what_to_do(che
     assert checkout.calls() == []
 
 
-def test_no_fit_python_is_said_so(checkout):
+def test_a_missing_python_is_named(checkout):
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
         checkout.command(name, "#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.2' && exit\nexit 1\n")
     done = checkout.setup()

@@ -108,14 +108,14 @@ def test_the_newest_good_one_is_taken_and_the_bad_ones_are_named(tmp_path: Path)
     paths = [write_checkpoint(tmp_path, step, fill, keep=9) for step in (1, 2, 10)]
     assert choose_checkpoint(tmp_path, None, say=silent) == paths[2]
     flip(paths[2] / "trainer/shard", 0)
-    said: list[str] = []
-    assert choose_checkpoint(tmp_path, None, say=said.append) == paths[1]
-    assert len(said) == 1
-    assert said[0].startswith(f"DAMAGED checkpoint, skipped: {paths[2]}: trainer/shard: expected {{'size': 500, ")
+    messages: list[str] = []
+    assert choose_checkpoint(tmp_path, None, say=messages.append) == paths[1]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"DAMAGED checkpoint, skipped: {paths[2]}: trainer/shard: expected {{'size': 500, ")
     for path in paths[:2]:
         flip(path / "queue.msgpack", 9)
     with pytest.raises(CheckpointError, match=r"step-10: trainer/shard.*step-2: queue.*step-1: queue.*resume_from"):
-        choose_checkpoint(tmp_path, None, say=said.append)
+        choose_checkpoint(tmp_path, None, say=messages.append)
 
 
 def test_a_checkpoint_can_be_picked(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_checkpoint_can_be_picked(tmp_path: Path) -> None:
         choose_checkpoint(tmp_path, "step-2", say=lambda _: None)
 
 
-def test_no_rule_deletes_the_state_a_run_goes_on_from(tmp_path: Path) -> None:
+def test_no_rule_deletes_the_state_a_run_resumes_from(tmp_path: Path) -> None:
     """Later ones, bad or not wanted, are set aside: they would be kept as the newest, in its place.
 
     Seen failing with them left where they are: step 2 was gone after step 3.
@@ -139,9 +139,9 @@ def test_no_rule_deletes_the_state_a_run_goes_on_from(tmp_path: Path) -> None:
     for step in (1, 2, 8, 9):
         path = write_checkpoint(tmp_path, step, fill, keep=9)
     flip(path / "trainer/shard", 0)
-    said: list[str] = []
-    make_newest(tmp_path / "step-000002", say=said.append)
-    assert [text.split(" is later")[0] for text in said] == ["step-9", "step-8"]
+    messages: list[str] = []
+    make_newest(tmp_path / "step-000002", say=messages.append)
+    assert [text.split(" is later")[0] for text in messages] == ["step-9", "step-8"]
     write_checkpoint(tmp_path, 3, fill, keep=2)
     assert list(whole_checkpoints(tmp_path)) == [2, 3]
     assert sorted(path.name[:20] for path in tmp_path.glob("orphaned-*")) == [
@@ -217,9 +217,9 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) 
         assert damage(path) == "", f"kill {number}"
 
 
-@pytest.mark.parametrize("is_said_by_a_rank", [False, True])
-def test_a_full_disk_keeps_the_checkpoints_there_are_and_says_how_much_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_said_by_a_rank: bool
+@pytest.mark.parametrize("fails_in_a_rank", [False, True])
+def test_a_full_disk_keeps_the_checkpoints_and_names_the_space_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in_a_rank: bool
 ) -> None:
     """/dev/full says what a full disk says; a rank may only say that it failed, which it also does for other reasons.
 
@@ -228,12 +228,12 @@ def test_a_full_disk_keeps_the_checkpoints_there_are_and_says_how_much_is_needed
 
     def fill_the_disk(folder: Path) -> None:
         (folder / "half").write_bytes(bytes(3 * 2**20))
-        if is_said_by_a_rank:
+        if fails_in_a_rank:
             raise TrainerError("trainer/0 failed")
         Path("/dev/full").write_text("x")
 
     write_checkpoint(tmp_path, 1, fill, keep=1)
-    if is_said_by_a_rank:
+    if fails_in_a_rank:
         with pytest.raises(TrainerError, match="trainer/0 failed"):
             write_checkpoint(tmp_path, 2, fill_the_disk, keep=1)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))

@@ -79,7 +79,7 @@ LEARNED = rewarded(0.1, 0.4, 0.8, varied=0.5)
     ids=["never right", "punished", "lost", "solved from the start", "learned", "the most is 0", "no sampling"],
 )
 def test_the_advice_depends_on_what_the_samples_earned(history: list[dict[str, Any]], words: str) -> None:
-    """A run that has learned everything is not told that it is never right.
+    """A run that has learned everything does not get the advice for one that is never right.
 
     Seen failing with the last rewards compared with 0 alone, and without the case of prompts that differ.
     """

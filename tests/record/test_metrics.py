@@ -71,7 +71,7 @@ def test_a_figure_that_nobody_declared_is_a_mistake() -> None:
         StepTally().add(entropi=1.0)
 
 
-def test_what_a_terminal_says_of_a_value() -> None:
+def test_the_text_of_a_value_on_a_terminal() -> None:
     metric = Metric("age", "", reduction=Reduction.SUM, panel=("tokens", "oldest {:d} of {bound} allowed"))
     assert metric.words({"age": 3}, bound=4) == "oldest 3 of 4 allowed"
     assert metric.words({}, bound=4) == "oldest - of 4 allowed"

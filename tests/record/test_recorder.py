@@ -310,7 +310,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
 ) -> None:
     """Rows, time, evaluations, histograms, rewards and rates of both parts.
 
-    Seen failing with the clock started anew, with ages and lengths of the second part only, and with the parts of the
+    Seen failing with the clock restarted, with ages and lengths of the second part only, and with the parts of the
     first part's evaluation forgotten.
     """
     samples = [{"end": 1.0, "tokens": 20, "spans": []}]

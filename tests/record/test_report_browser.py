@@ -128,7 +128,7 @@ def test_rows_are_full_and_nothing_is_wider_than_the_screen(
     """Rows of a grid differ by one at most, and end where the first does; a phone shows its tiles in twos.
 
     Seen failing with columns of a fixed width, with one tile a row, with a table that widens the page, and with one
-    that goes on at the right without a bar to scroll by.
+    that continues at the right without a bar to scroll by.
     """
     show(browser, pages[kind], width=width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -146,7 +146,7 @@ def test_rows_are_full_and_nothing_is_wider_than_the_screen(
     assert bool(grids)
 
 
-def test_the_navigation_stays_and_says_where_one_is(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_navigation_stays_and_shows_the_section_in_view(browser: Any, pages: dict[str, Path]) -> None:
     """Seen failing with the navigation inside the head, which it leaves with, and without following.
 
     Seen failing at the top of a page whose first part is short: the second one was named.
@@ -179,7 +179,7 @@ def test_a_click_sorts_the_final_figures(browser: Any, pages: dict[str, Path]) -
 
 
 def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str, Path]) -> None:
-    """Seen failing with a range that was not taken over: the picture was stretched instead of drawn anew."""
+    """Seen failing with a range that was not taken over: the picture was stretched instead of redrawn."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
 
@@ -231,7 +231,7 @@ def test_the_legend_names_every_kind_and_mark_in_sight_and_no_other(browser: Any
 def test_samples_can_be_chosen_and_show_their_versions(browser: Any, pages: dict[str, Path]) -> None:
     """The second sample is two characters of version k - 1 and four of version k. Seen failing with one colour.
 
-    The last step comes first; one goes on by step and by group. Seen failing with the first step shown first.
+    The last step comes first; buttons move by step and by group. Seen failing with the first step shown first.
     """
     from selenium.webdriver.common.by import By
 
@@ -267,7 +267,7 @@ def test_samples_can_be_chosen_and_show_their_versions(browser: Any, pages: dict
 
 
 def test_dark_mode_and_paper_change_the_colours(browser: Any, pages: dict[str, Path]) -> None:
-    """Text of charts follows the page. Seen failing without drawing anew on a change."""
+    """Text of charts follows the page. Seen failing without redrawing on a change."""
     colour = "return document.getElementById('chart-0').layout.font.color"
     show(browser, pages["run"])
     light = browser.execute_script(colour)

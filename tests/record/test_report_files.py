@@ -42,7 +42,7 @@ def test_of_a_long_event_log_one_group_in_so_many_is_kept(tmp_path: Path) -> Non
     assert part.notes == ["events.jsonl is long: timeline, lengths and latencies show one group in 4"]
 
 
-def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+def test_what_is_no_run_is_an_error_that_names_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a run folder, got .*nowhere, no such folder"):
         RunFiles(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"a folder with none of config\.json, metrics\.jsonl, events\.jsonl"):
@@ -127,8 +127,8 @@ def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) ->
         assert chart.data[0]["error_y"]["array"] == pytest.approx([0.196, 0.196])
         assert chart.note.startswith("bars: 95 % confidence")
     path = make_offline_run(tmp_path / "dpo")
-    told = event(9.0, "controller", "eval", step=4, figures={"accuracy": 0.8}, standard_errors={"accuracy": 0.1})
-    (path / "events.jsonl").open("a").write(json.dumps(told) + "\n")
+    evaluation = event(9.0, "controller", "eval", step=4, figures={"accuracy": 0.8}, standard_errors={"accuracy": 0.1})
+    (path / "events.jsonl").open("a").write(json.dumps(evaluation) + "\n")
     (chart,) = (chart for chart in learning([RunFiles(path)]) if chart and chart.title == titles[0])
     assert chart.data[0]["error_y"]["array"] == [None, pytest.approx(0.196)]
 
@@ -189,7 +189,7 @@ def test_a_long_curve_is_smoothed_and_keeps_its_points() -> None:
     assert faint.style["line"]["color"] == bold.style["line"]["color"]
 
 
-def test_more_curves_than_colours_are_told_apart() -> None:
+def test_more_curves_than_colours_differ_in_style() -> None:
     """Seen failing with the first one's looks for the ninth."""
     curves = [Line(name=str(number), x=[1, 2], y=[number, 1]) for number in range(10)]
     for chart in (lines("t", curves, x="step"), lines("t", smoothed(curves), x="step")):

@@ -164,7 +164,7 @@ def test_what_a_model_writes_cannot_leave_its_place(tmp_path: Path) -> None:
 
 
 def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
-    """JSON as browsers read it has no NaN. Seen failing with figures taken as they are: a word on an axis."""
+    """JSON as browsers read it has no NaN. Seen failing with figures taken as they are: text on an axis."""
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").open("a").write('{"step": 13, "loss": NaN, "entropy": "low", "ledger": null}\n')
     charts = data_of(write_report(run))["charts"]
@@ -189,21 +189,21 @@ def test_any_file_may_be_missing_or_cut_off(tmp_path: Path, missing: str) -> Non
 def test_what_a_run_warned_of_stands_on_its_page(tmp_path: Path) -> None:
     """Seen failing with the notes on missing files alone."""
     run = make_run(tmp_path / "run")
-    told = {"time": 5.0, "lane": "controller", "kind": "warning", "step": 10, "text": "a < b"}
-    (run / "events.jsonl").open("a").write(json.dumps(told) + "\n")
+    entry = {"time": 5.0, "lane": "controller", "kind": "warning", "step": 10, "text": "a < b"}
+    (run / "events.jsonl").open("a").write(json.dumps(entry) + "\n")
     assert "<li>step 10: a &lt; b</li>" in write_report(run).read_text()
 
 
-def test_the_command_writes_each_kind_of_page_and_says_where(
+def test_the_command_writes_each_kind_of_page_and_prints_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run, other = make_run(tmp_path / "run", steps=1), make_run(tmp_path / "other", steps=1)
     assert main(["report", str(run)]) == main(["report", str(run), str(other)]) == 0
     assert main(["report", str(results(tmp_path / "bench")), "--out", "b.html"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines() == [f"report: {run / 'report.html'}", "report: comparison.html", "report: b.html"]
-    assert all(Path(line.removeprefix("report: ")).is_file() for line in said.splitlines())
+    messages = capsys.readouterr().out
+    assert messages.splitlines() == [f"report: {run / 'report.html'}", "report: comparison.html", "report: b.html"]
+    assert all(Path(line.removeprefix("report: ")).is_file() for line in messages.splitlines())
     assert main(["report", "nowhere"]) == 1
     assert "expected a run folder" in capsys.readouterr().err
 
@@ -212,7 +212,7 @@ def test_the_command_writes_each_kind_of_page_and_says_where(
 def test_a_run_is_watched_until_nobody_writes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: str
 ) -> None:
-    """The page loads itself anew as long as it is written anew. Seen failing with the last page left so.
+    """The page reloads itself while it is being rewritten. Seen failing with the last page left so.
 
     Before its settings are there a run is waited for, and one whose writer beats no more is over. Seen failing without
     either: an error, and no end. From any machine: seen failing with a writer of another host taken for gone.

@@ -71,7 +71,7 @@ def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> No
     assert [mark["text"] for mark in found["marks"]] == ["eval 0", "eval 2"]
 
 
-def test_a_lane_with_many_lines_shows_some_of_them_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_with_many_lines_shows_some_of_them_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the first lines instead of every second: the rest of the engine would look idle."""
     samples = [{"end": 5.0 + index, "tokens": 1, "spans": [[0, 0, 1]]} for index in range(8)]
     log = [event(13.0, "rollout/0", "group", group="g", start=1.0, samples=samples)]

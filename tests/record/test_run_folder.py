@@ -84,7 +84,7 @@ def test_a_start_that_failed_does_not_stand_in_the_way(folder: RunFolder, tmp_pa
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"status": "done"}'])
-def test_a_run_whose_summary_says_nothing_goes_on(folder: RunFolder, tmp_path: Path, content: str) -> None:
+def test_a_run_with_an_unreadable_summary_is_resumed(folder: RunFolder, tmp_path: Path, content: str) -> None:
     """Seen failing: its resume ended in a traceback."""
     (folder.path / "summary.json").write_text(content)
     assert folder.finished(make_config(tmp_path)) is None
@@ -183,9 +183,9 @@ def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tm
         assert again.read("samples.orphaned.jsonl") == [group(3, "a"), group(3, "b")]
         assert again.read("events.jsonl") == [event(1.0), event(2.0)]
         assert again.read("events.orphaned.jsonl") == [event(3.0)]
-    again.append("metrics.jsonl", [{"step": 3, "anew": True}])
+    again.append("metrics.jsonl", [{"step": 3, "again": True}])
     resumed(tmp_path)
-    assert again.read("metrics.orphaned.jsonl") == [{"step": 3}, {"step": 3, "anew": True}]
+    assert again.read("metrics.orphaned.jsonl") == [{"step": 3}, {"step": 3, "again": True}]
 
 
 def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_resume_needs_a_run_and_a_checkpoint(folder: RunFolder, tmp_path: Path
 
 
 def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_path: Path) -> None:
-    """The folder then holds the recipe that the run goes on with. Seen failing without `trainer.mesh`."""
+    """The folder then holds the recipe that the run resumes with. Seen failing without `trainer.mesh`."""
     checkpoint(folder, 1)
     changes: dict[str, dict[str, Any]] = {
         "rollout": {"workers": 2, "slots": 8, "threads": 2},
@@ -289,7 +289,7 @@ def test_a_run_of_an_earlier_version_is_named_as_one(folder: RunFolder, tmp_path
 def test_an_unreadable_line_costs_its_own_row_alone(
     folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named. Seen failing with reading ended at the first such line, and with nothing said."""
+    """It is named. Seen failing with reading ended at the first such line, and without a message."""
     for step in (1, 2, 3):
         folder.append("metrics.jsonl", [{"step": step}])
         if step == 1:
@@ -303,7 +303,7 @@ def test_an_unreadable_line_costs_its_own_row_alone(
 
 
 def test_a_resume_from_an_older_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
-    """It is meant once: the next resume goes on from the newest. Seen failing with the wish kept in `config.json`."""
+    """It is meant once: the next resume starts from the newest. Seen failing with the wish kept in `config.json`."""
     for step in (1, 2, 3):
         folder.append("metrics.jsonl", [{"step": step}])
         checkpoint(folder, step, keep=9)
@@ -337,7 +337,7 @@ def test_nothing_is_written_once_another_process_has_the_folder(folder: RunFolde
     assert sorted(folder.path.rglob("*")) == before
 
 
-def test_how_to_go_on_is_said_with_a_command_that_can_be_pasted(tmp_path: Path) -> None:
+def test_the_command_that_resumes_can_be_pasted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "my run")
     assert "no checkpoint" in folder.how_to_resume()
     checkpoint(folder, 7)

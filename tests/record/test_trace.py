@@ -105,7 +105,7 @@ def test_every_event_of_a_killed_run_still_gives_valid_json(tmp_path: Path) -> N
         assert [row["ph"] for row in trace["traceEvents"]] == phases
 
 
-def test_every_row_says_process_and_thread() -> None:
+def test_every_row_names_process_and_thread() -> None:
     """Viewers drop rows without. Seen failing with asynchronous slices without `tid`."""
     log = [
         event(1.0, "rollout/0", "pause"),

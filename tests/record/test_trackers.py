@@ -79,7 +79,7 @@ def test_tensorboard_hides_the_steps_that_a_resume_does_again(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
+def test_tensorboard_resumes_once_it_can_write_again(tmp_path: Path) -> None:
     """Its thread ends with the first error. Seen failing with that error in place of every later figure."""
     (tmp_path / "config.json").touch()
     (board,) = open_trackers(["tensorboard"], tmp_path, next_step=1)

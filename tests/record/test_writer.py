@@ -92,7 +92,7 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(tmp_path: Pa
 def test_without_flock_the_process_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_gone: bool
 ) -> None:
-    """A process id that was given away anew is another process. Seen failing with the id compared alone."""
+    """A process id that was reused is another process. Seen failing with the id compared alone."""
     monkeypatch.setattr(writer, "_flock", lambda number: True)
     lease(tmp_path, **changes)
     if is_gone:
@@ -110,12 +110,12 @@ def test_an_owner_on_another_machine_is_watched_before_it_counts_as_gone(
     lease(tmp_path, machine="elsewhere")
     os.utime(tmp_path / "writer.json", (0, 0))
     monkeypatch.setattr(writer, "_SILENCE_S", 0.3)
-    said: list[str] = []
+    messages: list[str] = []
     begun = time.monotonic()
-    with SoleWriter(tmp_path, say=said.append) as held:
+    with SoleWriter(tmp_path, say=messages.append) as held:
         assert time.monotonic() - begun >= 0.3
         held.check()
-    assert said == [
+    assert messages == [
         f"waiting 0.3 s for a heartbeat of process {os.getpid()} on gpu7, since Sunday, which holds {tmp_path}"
     ]
 
@@ -175,13 +175,13 @@ def test_a_lease_that_cannot_be_read_is_watched_too(
     """Seen failing with a `KeyError` for a lease without a process."""
     monkeypatch.setattr(writer, "_SILENCE_S", 0.05)
     (tmp_path / "writer.json").write_text(content)
-    said: list[str] = []
-    with SoleWriter(tmp_path, say=said.append) as held:
+    messages: list[str] = []
+    with SoleWriter(tmp_path, say=messages.append) as held:
         held.check()
-    assert "of an unknown process, which holds" in said[0]
+    assert "of an unknown process, which holds" in messages[0]
 
 
-def test_what_is_wrong_with_the_work_is_not_said_of_the_folder(tmp_path: Path) -> None:
+def test_an_error_of_the_work_does_not_blame_the_folder(tmp_path: Path) -> None:
     """A file that is missing, a connection that is refused. Seen failing with every error of the system's taken."""
     for number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOMEM):
         for error in (OSError(number, "x"), ValueError(f"x (os error {number})")):

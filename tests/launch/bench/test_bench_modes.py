@@ -161,7 +161,7 @@ def test_ratios_are_taken_within_each_repeat() -> None:
         ((15.0,) * 3, {"reward_equal_time": 0.4}, "async-eta4 learns less after as much time: reward 0.400"),
     ],
 )
-def test_the_text_says_where_asynchrony_does_not_help(
+def test_the_findings_name_where_asynchrony_does_not_help(
     rates: tuple[float, ...], figures: dict[str, Any], expected: str
 ) -> None:
     lines = compare([*SYNCHRONOUS, *repeats("async-eta4", *rates, **figures)])
@@ -187,8 +187,8 @@ def test_a_table_that_needs_more_room_than_a_pipe_has_is_shown_whole(capsys: pyt
     wide = Table(*(f"column-{number}" for number in range(12)))
     wide.add_row(*(f"value-{number:04}" for number in range(12)))
     view.show(wide)
-    said = capsys.readouterr().out
-    assert all(f"value-{number:04}" in said for number in range(12))
+    messages = capsys.readouterr().out
+    assert all(f"value-{number:04}" in messages for number in range(12))
 
 
 def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_every_mistake_in_a_plan_is_found_before_anything_starts(fields: dict[st
         ("recipe: [", "not readable as YAML"),
     ],
 )
-def test_a_file_that_is_no_plan_says_so(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
