@@ -53,24 +53,24 @@ class Trainer:
         """The transformers model; its parameters are DTensors where FSDP2 shards it."""
         if config.rollout.replay_routes:
             replay_routes(self.model)
-        self._learner = Learner(self.model, settings=config.trainer, total_steps=config.run.steps)
-        self._reference: nn.Module | None = None
+        self.learner = Learner(self.model, settings=config.trainer, total_steps=config.run.steps)
+        self.reference: nn.Module | None = None
         if objective.kl != "none":
-            self._reference = self.model
+            self.reference = self.model
             if lora is None or objective.reference_path is not None:  # else the model with its adapters off
                 folder = objective.reference_path or model_folder
-                self._reference = load_model(folder, config, trained=False)
-        self._critic: Learner | None = None
+                self.reference = load_model(folder, config, trained=False)
+        self.critic: Learner | None = None
         if objective.baseline == "critic":
             value_model = load_value_model(config.critic.path or model_folder, config)
             settings = config.trainer.model_copy(update={"lr": config.critic.lr})
-            self._critic = Learner(value_model, settings=settings, total_steps=config.run.steps)
+            self.critic = Learner(value_model, settings=settings, total_steps=config.run.steps)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self.version = 0
         """Number of completed trainer steps."""
         self.progress = 0
         """Grows with every forward pass, for the watchdog."""
-        for model in filter(None, {self.model, self._reference, self._critic.model if self._critic else None}):
+        for model in filter(None, {self.model, self.reference, self.critic.model if self.critic else None}):
             model.register_forward_pre_hook(self._count_pass)
 
     def train_step(self, shard: Shard) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class Trainer:
             with _timed(tally, "prepare_s"):
                 batch = PolicyBatch.from_shard(shard, config=config, device=self._device)
             with _timed(tally, "proximal_s"):
-                critic = self._critic.model if self._critic else None
-                score_batch(batch, policy=self.model, reference=self._reference, critic=critic, config=config)
+                critic = self.critic.model if self.critic else None
+                score_batch(batch, policy=self.model, reference=self.reference, critic=critic, config=config)
             with _timed(tally, "prepare_s"):
                 figures = batch_advantages(batch, config=config, kl_coef=self._kl.value, compare=self._compare)
                 is_empty = weigh_tokens(batch, config)
@@ -117,7 +117,7 @@ class Trainer:
         num_filtered = int((tokens.loss_mask_T & ~tokens.kept_T).sum())
         tally.add(
             **figures,
-            lr=self._learner.rate(self.version),
+            lr=self.learner.rate(self.version),
             tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
             kl_coef=None if objective.kl == "none" else self._kl.value,
         )
@@ -147,11 +147,11 @@ class Trainer:
     def snapshot(self, *, copied: bool = False) -> Callable[[Path], None]:
         """Return a function that writes a checkpoint of this moment, in a thread if copied; both are collective."""
         return take_snapshot(
-            self._learner,
+            self.learner,
             version=self.version,
             rank=self._rank,
             limit=self._config.parity_limit(),
-            critic=self._critic,
+            critic=self.critic,
             coefficients={"kl": self._kl.value},
             copied=copied,
         )
@@ -163,8 +163,8 @@ class Trainer:
             CheckpointError: It is missing, broken, of another model, or without the critic that the recipe has, or the
                 loaded model is not the saved one.
         """
-        limit, critic = self._config.parity_limit(), self._critic
-        self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
+        limit, critic = self._config.parity_limit(), self.critic
+        self.version, saved = load_checkpoint(folder, self.learner, rank=self._rank, limit=limit, critic=critic)
         self._kl.restore(saved.get("kl"))
 
     def export(self, folder: Path) -> None:
@@ -178,11 +178,11 @@ class Trainer:
     def _update(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
         """Update policy and critic on a minibatch in which some token trains."""
         # An untrained critic would turn the rewards into noise.
-        if self._critic is None or self.version >= self._config.critic.warmup_steps:
+        if self.critic is None or self.version >= self._config.critic.warmup_steps:
             self._update_policy(batch, number, tally)
-        if self._critic is not None:
-            loss_of = partial(critic_loss, model=self._critic.model, batch=batch, config=self._config)
-            update = self._critic.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
+        if self.critic is not None:
+            loss_of = partial(critic_loss, model=self.critic.model, batch=batch, config=self._config)
+            update = self.critic.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
             tally.add_update(update, critic_updates=1)
 
     def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
@@ -194,7 +194,7 @@ class Trainer:
             kl_coef=self._kl.value,
             policy_term=self._policy_term,
         )
-        update = self._learner.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
+        update = self.learner.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
         tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm)
         if update.applied:
             places_T = torch.cat([part.tokens_T for part in batch.updates[number]])

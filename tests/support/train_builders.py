@@ -107,7 +107,7 @@ def full_state(trainer: Trainer) -> dict[str, Any]:
     """Return weights and optimiser state as whole tensors; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
     state: dict[str, Any] = {}
-    for prefix, learner in (("", trainer._learner), ("critic.", trainer._critic)):
+    for prefix, learner in (("", trainer.learner), ("critic.", trainer.critic)):
         if learner is not None:
             optimizer = get_optimizer_state_dict(learner.model, learner.optimizer, options=options)
             whole = {**get_model_state_dict(learner.model, options=options), **optimizer}

@@ -318,7 +318,7 @@ def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -
     assert back.version == 2
     assert_equal(full_state(back), torch.load(tmp_path / "trained-0.pt"))
     one.train_step(shard(1))
-    for got, expected in ((back.model, one.model), (back._critic.model, one._critic.model)):  # type: ignore[union-attr]
+    for got, expected in ((back.model, one.model), (back.critic.model, one.critic.model)):  # type: ignore[union-attr]
         for name, value in expected.named_parameters():
             torch.testing.assert_close(got.get_parameter(name), value, atol=2e-4, rtol=1e-3)
     assert sorted(path.name for path in (tmp_path / "two").glob("rng-*")) == ["rng-0.pt", "rng-1.pt"]

@@ -103,7 +103,7 @@ def test_the_reference_is_the_policy_without_its_adapters(model_folder: str) -> 
     kl = {"kl": "loss", "kl_coef": 0.1, "kl_estimator": "k3"}
     alone = make_trainer(model_folder, objective=kl)
     beside = make_trainer(model_folder, objective=kl | {"reference_path": model_folder})
-    assert alone._reference is alone.model
+    assert alone.reference is alone.model
     for version in range(2):
         figures = [trainer.train_step(shard(version))["kl_ref"] for trainer in (alone, beside)]
         assert figures[0] == pytest.approx(figures[1], abs=1e-6)

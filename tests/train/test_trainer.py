@@ -248,7 +248,7 @@ def test_non_finite_norm_skips_the_update(model_folder: str, rows: list[Row], ca
     """
     trainer = make_trainer(model_folder, make_config())
     trainer.train_step(make_shard(rows, rewards=REWARDS))
-    before, optimizer = parameters(trainer), trainer._learner.optimizer
+    before, optimizer = parameters(trainer), trainer.learner.optimizer
     state = {key: {name: part.clone() for name, part in value.items()} for key, value in optimizer.state.items()}
     hook = next(trainer.model.parameters()).register_hook(lambda gradient: gradient * NAN)
     stats = trainer.train_step(make_shard(rows, rewards=REWARDS, version=6))

@@ -82,7 +82,7 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
             shard = make_shard(rows, rewards=REWARDS, version=version, rank=rank)
             shard = dataclasses.replace(shard, has_step_rewards=name == "steps")
             stats.append(trainer.train_step(shard))
-        models = {"policy": trainer.model} | ({} if trainer._critic is None else {"critic": trainer._critic.model})
+        models = {"policy": trainer.model} | ({} if trainer.critic is None else {"critic": trainer.critic.model})
         weights = {key: get_model_state_dict(model, options=options) for key, model in models.items()}
         (Path(out) / f"{name}-{rank}.json").write_text(json.dumps(stats))
         torch.save(weights, Path(out) / f"{name}-{rank}.pt")

@@ -75,8 +75,8 @@ def test_a_step_equals_a_second_implementation(
         if stats["value_loss"] is not None:
             assert stats["value_loss"] == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
     assert_same(trainer.model, plain.model)
-    if trainer._critic is not None:
-        assert_same(trainer._critic.model, plain.critic)
+    if trainer.critic is not None:
+        assert_same(trainer.critic.model, plain.critic)
 
 
 # --- relations --------------------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ def test_the_reference_is_the_initial_policy_and_stays_it(model_folder: str, row
     assert second["kl_ref"] is not None
     assert abs(second["kl_ref"]) > 1e-3
     initial = AutoModelForCausalLM.from_pretrained(model_folder)
-    assert trainer._reference is not None
+    assert trainer.reference is not None
     for name, value in initial.named_parameters():
-        assert torch.equal(trainer._reference.get_parameter(name), value)
-        assert not trainer._reference.get_parameter(name).requires_grad
+        assert torch.equal(trainer.reference.get_parameter(name), value)
+        assert not trainer.reference.get_parameter(name).requires_grad
 
 
 # --- adaptive coefficients --------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def test_a_step_equals_a_second_implementation(
         if stats["value_loss"] is not None:
             assert stats["value_loss"] == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
     assert_same(trainer.model, plain.model, atol=5e-4)  # Adam divides small gradients by their size
-    if trainer._critic is not None:
-        assert_same(trainer._critic.model, plain.critic)
+    if trainer.critic is not None:
+        assert_same(trainer.critic.model, plain.critic)
 
 
 def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
