@@ -138,17 +138,6 @@ def test_gradient_at_ratio_one_is_reinforce(surrogate: str) -> None:
     assert num_clipped == 0
 
 
-def test_sequence_level_at_ratio_one_is_reinforce_where_a_row_shares_its_advantage() -> None:
-    case = make_case()
-    given = numbers(case)
-    given["current"] = given["proximal"]
-    for name in ("weights", "advantages", "token_weights"):
-        given[name] = given[name][np.searchsorted(case.rows, case.rows)]  # the row's first token's
-    _, gradient, _ = run(case, given, ratio_level="sequence")
-    expected = -given["weights"] * given["advantages"] * given["token_weights"]
-    np.testing.assert_allclose(gradient, np.where(case.mask, expected, 0.0), atol=1e-12)
-
-
 def test_without_behaviour_weights_it_is_ppo() -> None:
     """The clipped surrogate of arXiv 1707.06347 eq. 7, as torch derives it."""
     case = make_case()
@@ -265,25 +254,6 @@ def test_kl_penalty_against_numpy(estimator: Any, direction: Any) -> None:
     scale = np.where(hidden, 0.0, given["weights"] * given["token_weights"])
     assert float(penalty.detach()) == pytest.approx(float((scale * value).sum()))
     np.testing.assert_allclose(current.grad, sign * scale * slope, atol=1e-12)
-
-
-def test_ppo_penalty_has_no_gradient_at_the_proximal_policy() -> None:
-    """KL(proximal || current) is smallest there: r - 1 - log r has slope r - 1."""
-    current = torch.tensor([-1.0, -2.0], requires_grad=True)
-    ones = torch.ones(2)
-    penalty = kl_penalty(
-        current,
-        other_logprobs_T=current.detach(),
-        behaviour_weights_T=ones,
-        loss_mask_T=ones.bool(),
-        token_weights_T=ones,
-        estimator="k3",
-        direction="from_other",
-    )
-    penalty.backward()
-    assert penalty == 0.0
-    assert current.grad is not None
-    assert current.grad.tolist() == [0.0, 0.0]
 
 
 def test_entropy_bonus_against_numpy() -> None:
