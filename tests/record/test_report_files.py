@@ -181,6 +181,20 @@ def test_a_figure_that_never_moved_is_a_line_of_text(tmp_path: Path) -> None:
     assert constants([run]) == {"learning rate": 1e-4}
 
 
+def test_figures_of_an_own_loss_are_charted(tmp_path: Path) -> None:
+    """A curve each, of several runs under their names. Seen failing with the metric undrawn."""
+    runs = []
+    for name in ("a", "b"):
+        folder = make_run(tmp_path / name)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        write_rows(folder / "metrics.jsonl", (row | {"loss_metrics": {"margin": row["step"] / 10}} for row in rows))
+        runs.append(RunFiles(folder))
+    for shown, names in ((runs[:1], ["margin"]), (runs, ["a: margin", "b: margin"])):
+        (chart,) = (one for one in diagnostics(shown) if one and one.title == "figures of the loss function")
+        assert [curve["name"] for curve in chart.data] == names
+        assert chart.data[0]["y"][:2] == [0.1, 0.2]
+
+
 def test_a_long_curve_is_smoothed_and_keeps_its_points() -> None:
     """The mean of the last ten of 0, 1, 2, ...: at 29, of 20 to 29."""
     faint, bold = smoothed([Line(name="run", x=list(range(30)), y=list(range(30)))])

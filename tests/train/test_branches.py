@@ -83,9 +83,9 @@ def test_a_rollout_in_two_ways_trains_as_the_whole(model_folder: str) -> None:
     whole, cut = (make_trainer(model_folder, config) for _ in range(2))
     (expected,), (got,) = shards(cut=False), shards(cut=True)
     assert len(got.rows) > len(expected.rows) == REWARDS.size
-    told, stats = whole.train_step(with_same_prompts(expected)), cut.train_step(with_same_prompts(got))
+    expected_stats, stats = whole.train_step(with_same_prompts(expected)), cut.train_step(with_same_prompts(got))
     for name in ("loss", "grad_norm", "tokens_trained", "reward_mean", "advantage_std"):
-        assert stats[name] == pytest.approx(told[name], rel=1e-5, abs=1e-6), name
+        assert stats[name] == pytest.approx(expected_stats[name], rel=1e-5, abs=1e-6), name
     assert_same(cut.model, whole.model, atol=1e-5)
 
 

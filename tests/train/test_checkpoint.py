@@ -237,7 +237,7 @@ def change_a_layer(checkpoint: Path, trainer: Trainer) -> None:
 def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_is_right(
     model_folder: str, tmp_path: Path
 ) -> None:
-    """One layer of two is off by half; over a limit of 0 it is only said. Seen failing without `check_outputs`."""
+    """One layer of two is off by half; with a limit of 0 it is only logged. Seen failing without `check_outputs`."""
     trainer, fresh = make_trainer(model_folder), make_trainer(model_folder)
     trainer.train_step(shard(0))
     checkpoint = write_checkpoint(tmp_path, 1, lambda folder: trainer.snapshot()(folder / "trainer"), keep=1)

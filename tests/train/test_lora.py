@@ -155,8 +155,8 @@ def test_two_ranks_are_one_and_what_is_exported_is_what_was_trained(
         ):
             prompt, output = SEQUENCE
             logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-            said = logits.log_softmax(dim=1).gather(1, torch.tensor(output)[:, None])[:, 0]
-            torch.testing.assert_close(said, torch.tensor(results["score"]), rtol=0, atol=tolerance)
+            logprobs = logits.log_softmax(dim=1).gather(1, torch.tensor(output)[:, None])[:, 0]
+            torch.testing.assert_close(logprobs, torch.tensor(results["score"]), rtol=0, atol=tolerance)
     for name, value in found[1]["sent"].items():
         torch.testing.assert_close(found[2]["sent"][name], value, rtol=tolerance, atol=tolerance)
 

@@ -64,7 +64,7 @@ def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
 
 
 def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -> None:
-    """Train two steps in each layout; write down what is sent, saved, exported and said."""
+    """Train two steps in each layout; write down what is sent, saved and exported."""
     if world_size > 1:  # in a process of its own: three tokens' logits at a time
         chunked_logits.CHUNK_ELEMENTS = 3 * VOCABULARY
     for name, sections in LAYOUTS[group].items():

@@ -244,7 +244,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def train(rank: int, world_size: int, folder: str, out: str, group: str) -> None:
-    """Train a step of two updates in each layout of a group, with and without the switch; write down what it says."""
+    """Train a step of two updates in each layout of a group, with and without the switch; write its statistics."""
     engine = load_replaying(folder)
     for name, sections in LAYOUTS[group].items():
         for is_replaying in (True, False):
@@ -263,7 +263,7 @@ def train(rank: int, world_size: int, folder: str, out: str, group: str) -> None
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, moe_folder: str) -> Path:
+def outputs(tmp_path_factory: pytest.TempPathFactory, moe_folder: str) -> Path:
     out = tmp_path_factory.mktemp("stats")
     for group, layouts in LAYOUTS.items():
         mesh = next(iter(layouts.values())).get("trainer", {}).get("mesh", {})
@@ -273,13 +273,13 @@ def told(tmp_path_factory: pytest.TempPathFactory, moe_folder: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for layouts in LAYOUTS.values() for name in layouts])
-def test_the_trainer_says_what_the_engine_said(told: Path, name: str) -> None:
+def test_the_trainer_agrees_with_the_engine(outputs: Path, name: str) -> None:
     """Of the first update and of the proximal pass before the second, in every layout, which all learn the same.
 
     The reference model has experts of its own. Seen failing without routes in the proximal pass, with those of whole
     rows on both ranks that have halves, and with the policy's experts in the reference.
     """
-    stats, without, first = (json.loads((told / each).read_text()) for each in (
+    stats, without, first = (json.loads((outputs / each).read_text()) for each in (
         f"{name}, True.json", f"{name}, False.json", "one rank, True.json",
     ))  # fmt: skip
     assert stats["behav_prox_max_abs_diff_age0"] < 1e-4
@@ -303,16 +303,16 @@ class RoutedEngine(ScriptedEngine):
 
 
 async def two_turns(engine: EpisodeEngine, row: dict[str, Any]) -> list[Turn]:
-    """Answer, be told two tokens, answer again, be told one more, which nothing follows."""
+    """Answer, get two tokens, answer again, get a last one."""
     first = await engine.generate(engine.prompt_ids, max_new_tokens=4)
-    told = engine.given([5, 6])
-    second = await engine.generate([*engine.prompt_ids, *first.token_ids.tolist(), *told.token_ids.tolist()])
-    return [first, told, second, engine.given([7])]
+    reply = engine.given([5, 6])
+    second = await engine.generate([*engine.prompt_ids, *first.token_ids.tolist(), *reply.token_ids.tolist()])
+    return [first, reply, second, engine.given([7])]
 
 
 @pytest.mark.parametrize("workflow", ["single_turn", "two_turns"])
 def test_routes_reach_the_trainer_from_the_engine(moe_folder: str, workflow: str) -> None:
-    """Through workflow, worker, queue and step: the trainer says of every token what the engine said.
+    """Through workflow, worker, queue and step: trainer and engine agree on every token.
 
     Seen failing with the routes of a later turn one place early, and with routes that a score leaves out.
     """

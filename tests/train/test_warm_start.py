@@ -171,23 +171,23 @@ def test_a_log_shows_how_far_the_warm_start_is(tmp_path: Path, monkeypatch: pyte
     assert re.findall(r"(\d) of 8 steps, loss", log.getvalue()) == ["2", "4", "6", "8"]
 
 
-def test_no_room_for_it_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that cannot be made, and a disk that is full, in safetensors' words. Seen failing with either's own.
 
     What was written of it is gone.
     """
     (tmp_path / "file").touch()
-    config, said = (
+    config, words = (
         recipe(data=GUESS, model=SMALL),
         r"the folder for the built-in model, .* must be writable, got ",
     )
-    with pytest.raises(ConfigError, match=rf"{said}.*/file/cache: Not a directory. Fix: choose another"):
+    with pytest.raises(ConfigError, match=rf"{words}.*/file/cache: Not a directory. Fix: choose another"):
         ensure_warm_start(config, cache_dir=tmp_path / "file" / "cache")
 
     def full(*_: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
-    with pytest.raises(ConfigError, match=rf"{said}.*/cache: Error .* No space left on device"):
+    with pytest.raises(ConfigError, match=rf"{words}.*/cache: Error .* No space left on device"):
         ensure_warm_start(config, cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
