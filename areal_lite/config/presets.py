@@ -1,15 +1,20 @@
 """The objective's section: the knobs of one general loss, and the named presets that set them.
 
-A preset is a row of this table; behind `expand_preset` only the knobs count. docs/objective.md explains them.
+A preset is a YAML file: a shipped one in the folder `presets`, or the user's. After `expand_preset` only settings
+count; docs/objective.md explains them.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from areal_lite.config.plugins import name_problems
+from areal_lite.config.reading import read_yaml
 from areal_lite.config.section import Refers, Section
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError
 
 
 class LossConfig(Section):
@@ -28,8 +33,8 @@ class LossConfig(Section):
 class ObjectiveConfig(LossConfig):
     """One general objective; its defaults are decoupled PPO (arXiv 2505.24298 eq. 5)."""
 
-    preset: Literal["areal", "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "raft"] = "areal"
-    """sets every knob that the recipe leaves out; see docs/objective.md"""
+    preset: str = "areal"
+    """defaults for what the recipe leaves out: a shipped preset, or a YAML file; see docs/objective.md"""
 
     # What a sample is worth.
     reward_scale: float = 1.0
@@ -101,6 +106,9 @@ class ObjectiveConfig(LossConfig):
     """largest geometric mean of w (behaviour_filter: geometric)"""
 
     def _problems(self) -> Iterable[str]:
+        if self.preset not in PRESETS and not self.preset.endswith((".yaml", ".yml")):
+            near = suggestion(self.preset, PRESETS)
+            yield f"objective.preset: must be one of {', '.join(PRESETS)}, or a YAML file, got {self.preset!r}{near}"
         for key in ("loss_function", "advantage_function"):
             yield from name_problems(f"objective.{key}", getattr(self, key), kind=key.replace("_", " "))
         if self.baseline == "critic":
@@ -143,43 +151,40 @@ class ObjectiveConfig(LossConfig):
             yield f"objective.kl=loss needs kl_estimator k2 or k3, got k1, whose gradient is zero on average: {to_do}"
 
 
-_NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
-_KL_REWARD: dict[str, Any] = {"kl": "reward", "kl_estimator": "k1", "kl_coef": 0.05}
+_FOLDER = Path(__file__).with_suffix("")
+PRESETS = sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+"""Names of the shipped presets: a file each."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "areal": {},
-    "grpo": {"aggregation": "sequence_mean", "kl": "loss", "kl_estimator": "k3", "kl_coef": 0.04},
-    "dr_grpo": {"scale": "none", "aggregation": "constant"},
-    "dapo": {"clip_high": 0.28, "mask_truncated": True, "overlong_buffer": 0.2},
-    "rloo": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum", **_NO_CLIP, **_KL_REWARD},
-    "reinforce": {"baseline": "batch_mean", "scale": "none", **_NO_CLIP},
-    "ppo": {"baseline": "critic", "scale": "batch_std", **_KL_REWARD},
-    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "behaviour_weight": "geometric_mean"}
-    | {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0},
-    "raft": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}
-    | _NO_CLIP,
-}
-"""What each preset sets of the objective; everything else has the defaults above."""
-_QUEUE = {"dapo": {"reject": "zero_variance"}}
-"""What presets set of the queue."""
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return what a preset, a shipped one or a YAML file, sets: settings by section. Unknown names set nothing here.
+
+    Raises:
+        ConfigError: The file is missing or no mapping of sections.
+    """
+    is_file = name.endswith((".yaml", ".yml"))
+    if not is_file and name not in PRESETS:
+        return {}
+    sections = read_yaml(Path(name) if is_file else _FOLDER / f"{name}.yaml", holding="sections, such as objective")
+    if not all(isinstance(section, Mapping) for section in sections.values()):
+        raise ConfigError(f"the preset {name} must hold sections with settings, got {sections}")
+    return sections
 
 
 def expand_preset(raw: Any) -> Any:
-    """Fill a raw recipe with what its preset says; what the recipe itself says stands.
+    """Fill a raw recipe with its preset's settings; those of the recipe itself win.
 
     >>> expand_preset({"objective": {"preset": "dr_grpo", "scale": "group_std"}})
     {'objective': {'scale': 'group_std', 'aggregation': 'constant', 'preset': 'dr_grpo'}}
     """
-    if not isinstance(raw, Mapping):
-        return raw
-    objective = raw.get("objective")
-    preset = str(objective.get("preset", "areal")) if isinstance(objective, Mapping) else "areal"
+    objective = raw.get("objective") if isinstance(raw, Mapping) else None
+    if not isinstance(objective, Mapping) or ObjectiveConfig.model_fields.keys() <= objective.keys():
+        return raw  # no preset is named, or this is a saved recipe, which holds every setting
     expanded = dict(raw)
-    for section, presets in (("objective", PRESETS), ("queue", _QUEUE)):
-        knobs, given = presets.get(preset, {}), raw.get(section) or {}
-        if knobs and isinstance(given, Mapping):
-            is_off = given.get("kl") == "none"  # with its KL go the KL's figures of a preset
-            kept = {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
+    for section, settings in read_preset(str(objective.get("preset", "areal"))).items():
+        given = raw.get(section) or {}
+        if settings and isinstance(given, Mapping):
+            is_off = given.get("kl") == "none"  # without the KL, its figures in the preset mean nothing
+            kept = {name: value for name, value in settings.items() if not (is_off and name.startswith("kl"))}
             expanded[section] = kept | dict(given)
     return expanded

@@ -116,6 +116,9 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     path = Path(recipe)
     own = [path] if path.is_file() and not path.resolve().is_relative_to(recipe_folder().resolve()) else []
     raw = read_recipe(recipe, recipe_of(job.words)[2], command=None)
+    preset = str((raw.get("objective") or {}).get("preset"))
+    if preset.endswith((".yaml", ".yml")):
+        own.append(Path(preset))
     return [*own, *sorted(set(map(Path, plugin_files(raw))))]
 
 

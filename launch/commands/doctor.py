@@ -1,6 +1,6 @@
-"""`areal-lite doctor`: what this machine can run, and what to do about what is missing.
+"""`areal-lite doctor`: check what this machine can run, and show how to fix what it cannot.
 
-The checks judge what `node.py` and the probes found, and know nothing of the machine they run on.
+The checks judge what `node.py` and the probes report; they do not look at the machine themselves.
 """
 
 import os
@@ -34,13 +34,13 @@ REMAKE = (
 
 
 class Probe(NamedTuple):
-    """A few lines of Python that only a working package survives; they print what they found."""
+    """A few lines of Python that fail unless a package works, and print what they found."""
 
     name: str
     code: str
     remedy: str = REMAKE
     is_needed: bool = True
-    """Whether recipes fail without it, the demo first of all."""
+    """True if recipes, the demo first of all, fail without it."""
 
 
 _TORCH = """
@@ -102,7 +102,7 @@ class Level(StrEnum):
     OK = "ok"
     """Nothing to do."""
     WARNING = "warning"
-    """The demo runs, but slower, or something else will not."""
+    """The demo runs, perhaps slowly; something else does not."""
     PROBLEM = "problem"
     """The demo cannot run."""
 
@@ -208,9 +208,9 @@ def package_check(requirements: Iterable[str], *, build: str, installed: Callabl
 
 
 def try_out(probe: Probe) -> Check:
-    """Run a probe in a fresh interpreter, and judge it by its last words, or by none before its deadline."""
+    """Run a probe in a new interpreter, and judge its last line of output, or its silence within the time limit."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    # -P: a file in the present folder must not stand in for a package.
+    # -P: a file in the current folder must not shadow a package.
     command = [sys.executable, "-P", "-c", probe.code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=environment)
@@ -224,7 +224,7 @@ def try_out(probe: Probe) -> Check:
 
 
 def report(checks: Sequence[Check], *, build: str) -> Table:
-    """Draw the checks as a table, with a sentence below that sums them up."""
+    """Draw the checks as a table with a verdict below."""
     problems = sum(check.level is Level.PROBLEM for check in checks)
     verdict = f"{problems} problem{'s' * (problems > 1)} to solve before a recipe can run here."
     if not problems:

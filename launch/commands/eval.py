@@ -1,4 +1,4 @@
-"""The command `areal-lite eval`: one model on a recipe's held-out prompts, without a run; nothing is written."""
+"""`areal-lite eval`: measure a model on a recipe's held-out prompts; nothing is written."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def eval_model(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"recipe of train: a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"
+            help=f"train recipe: a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"
         ),
     ] = None,
 ) -> int:
@@ -60,8 +60,8 @@ def eval_model(
         if not (Path(model).expanduser().exists() or ("/" in model and is_hub_id(model))):
             find_model_folder(model, option="MODEL_OR_RUN")  # which raises
         raise ConfigError(
-            f"--recipe must name the data and the verifier, got none, and {model} is of no run of areal-lite train, "
-            "whose own would be taken: give it"
+            f"--recipe must name the data and the verifier, got none, and {model} belongs to no run of areal-lite "
+            "train. Fix: give --recipe"
         )
     if recipe is not None:
         config = load_config(recipe, overrides)
@@ -87,7 +87,7 @@ def eval_model(
 
 
 def _run_of(model: str) -> Path | None:
-    """Return the folder of the run of `areal-lite train` that a model is, or is an export of."""
+    """Return the folder of the run of `areal-lite train` that a model belongs to, if any."""
     folder = Path(model).expanduser().resolve()
     for one in (folder, *folder.parents[:3]):  # checkpoints/step-n/model
         if (one / "checkpoints").is_dir() and (one / "config.json").is_file():
@@ -121,12 +121,12 @@ def evaluate(config: Config, *, model: str) -> list[Case]:
 
 
 def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Scored]:
-    """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
+    """Run vLLM in another process: it changes the environment, and its long output is shown only after an error."""
     with on_own_screen(), ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
             return process.submit(_evaluate, config, prompts, folder).result()
         except BrokenProcessPool as error:
-            ended = f"the process of the engine ended by itself{out_of_memory()}; its last words are above"
+            ended = f"the process of the engine ended by itself{out_of_memory()}; its last output is above"
             raise EngineError(ended) from error
 
 

@@ -1,4 +1,4 @@
-"""The command line: commands that belong together share a file. They import heavy things late: `--help` is quick."""
+"""The command line. Commands import heavy modules inside functions, so that `--help` is quick."""
 
 import signal
 import sys
@@ -35,11 +35,11 @@ COMMANDS = {
     "watch": "report:watch",
     "doctor": "doctor:doctor",
 }
-"""What one types, in the order of `--help`: file and name of a function that returns the exit code, or of commands."""
+"""Commands in the order of `--help`: file, and a function that returns the exit code or a group of commands."""
 
 
 class _Commands(TyperGroup):
-    """Lists the commands in our order, and ends with what a command returns, or a sentence on what went wrong."""
+    """Lists the commands in our order; exits with a command's return value, or with 1 and its error in a sentence."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -47,13 +47,13 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             code = super().invoke(ctx)
-            sys.stdout.flush()  # here, where typer knows what to do when nobody reads on (`check-config ... | head`)
+            sys.stdout.flush()  # typer handles a closed pipe only in here (`check-config ... | head`)
         except ArealLiteError as error:
             # As a Text: an error may hold brackets, which rich would read as markup.
             Console(stderr=True).print(Text.assemble((type(error).__name__, "bold red"), f": {error}"), soft_wrap=True)
             code = 1
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses it twice gets the same end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C ends the same way
             Console(stderr=True).print("stopped")
             code = 130
         raise typer.Exit(code or 0)
@@ -72,7 +72,7 @@ for _name, _place in COMMANDS.items():
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:
-        # What stands behind the command that is launched is its own, options too.
+        # Options after the launched command belong to that command.
         app.command(_name, context_settings={"allow_interspersed_args": _name != "launch"})(_command)
 
 

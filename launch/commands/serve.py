@@ -1,4 +1,4 @@
-"""`areal-lite serve`: the endpoint that agents call in training, on a model that is there."""
+"""`areal-lite serve`: one session of the endpoint that agents call in training."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,12 @@ from areal_lite.launch.commands.options import Model, Overrides
 def serve(
     model: Model,
     overrides: Overrides,
-    recipe: Annotated[str, typer.Option(help="the recipe whose model, rollout and run sections count")] = "arith_cpu",
+    recipe: Annotated[str, typer.Option(help="recipe whose model, rollout and run sections apply")] = "arith_cpu",
 ) -> int:
-    """Open a model to an agent, as in training: the same addresses, tools and refusals, one session.
+    """Serve a model over the API that agents see in training.
 
-    Prints base URL and key, and answers until Ctrl-C. Tokens are sampled at rollout.temperature; nothing is trained.
+    Print base URL and key of one session, and answer until Ctrl-C. Tokens are sampled at rollout.temperature. Nothing is
+    trained.
     """
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
     from areal_lite.rollout.vllm_engine import check_engine_arguments
@@ -41,18 +42,18 @@ def serve(
 
 @contextlib.contextmanager
 def on_own_screen() -> Iterator[Console]:
-    """Yield a console whose screen is its own: what vLLM and its processes say goes to stderr, after an error."""
-    sys.stdout.flush()  # what was said before is not theirs
+    """Yield a console for this command alone: output of vLLM and its processes is shown only after an error."""
+    sys.stdout.flush()
     streams, kept = (1, 2), [os.dup(1), os.dup(2)]
-    with tempfile.TemporaryFile("r+", errors="replace") as said, os.fdopen(os.dup(1), "w") as screen:
+    with tempfile.TemporaryFile("r+", errors="replace") as captured, os.fdopen(os.dup(1), "w") as screen:
         for stream in streams:
-            os.dup2(said.fileno(), stream)
+            os.dup2(captured.fileno(), stream)
         try:
             yield Console(file=screen)
         except Exception:
-            said.seek(0)
+            captured.seek(0)
             with os.fdopen(os.dup(kept[1]), "w") as errors:
-                errors.write(said.read())
+                errors.write(captured.read())
             raise
         finally:
             for stream, own in zip(streams, kept, strict=True):
@@ -61,7 +62,7 @@ def on_own_screen() -> Iterator[Console]:
 
 
 async def serve_model(config: Config, folder: str, *, console: Console) -> None:
-    """Start an engine and answer one session until it is cancelled."""
+    """Start an engine and serve one session until cancelled."""
     from areal_lite.rollout.endpoint import Endpoint
     from areal_lite.rollout.engine import Sampling
     from areal_lite.rollout.episode import EpisodeEngine
@@ -82,7 +83,7 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
             for name, address in (("OPENAI", f"{root}/v1"), ("ANTHROPIC", root)):
                 lines = f"export {name}_BASE_URL={address}\nexport {name}_API_KEY={key}"
                 console.print(lines, highlight=False, soft_wrap=True)
-            console.print("model: policy (any name is as good); Ctrl-C ends it")
+            console.print("model: policy (any name works); Ctrl-C stops the server")
             await asyncio.Event().wait()
     finally:
         await endpoint.close()

@@ -1,4 +1,4 @@
-"""The commands `train | sft | reward-model | dpo | resume | scale`: a run and its summary, and how to go on."""
+"""Commands that start, resume and scale runs: `train`, `sft`, `reward-model`, `dpo`, `resume`, `scale`."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _OFFLINE_KEYS = ("steps", "wall_s", "trained_tokens", "trained_tokens_per_s", "l
 def train(recipe: Recipe, overrides: Overrides) -> int:
     """Train a policy from a recipe.
 
-    Ctrl-C finishes the step, saves, and says how to continue.
+    Ctrl-C finishes the current step, saves, and prints the command that resumes the run.
     """
     return _start("train", recipe, overrides)
 
@@ -32,7 +32,8 @@ def train(recipe: Recipe, overrides: Overrides) -> int:
 def sft(recipe: Recipe, overrides: Overrides) -> int:
     """Train a model on completions.
 
-    The rows are prompts with completions, or chats. Ctrl-C finishes the step, saves, and says how to continue.
+    Rows are prompts with completions, or chats. Ctrl-C finishes the current step, saves, and prints the command that
+    resumes the run.
     """
     return _start("sft", recipe, overrides)
 
@@ -40,8 +41,9 @@ def sft(recipe: Recipe, overrides: Overrides) -> int:
 def reward_model(recipe: Recipe, overrides: Overrides) -> int:
     """Train a reward model on preferences.
 
-    It learns to score completions from pairs of a better and a worse one. The result can be a recipe's verifier:
-    reward_model. Ctrl-C finishes the step, saves, and says how to continue.
+    The model learns to score completions from pairs of a better and a worse one. It can then be a recipe's verifier
+    (verifier.function=reward_model). Ctrl-C finishes the current step, saves, and prints the command that resumes the
+    run.
     """
     return _start("reward_model", recipe, overrides)
 
@@ -49,8 +51,8 @@ def reward_model(recipe: Recipe, overrides: Overrides) -> int:
 def dpo(recipe: Recipe, overrides: Overrides) -> int:
     """Train a policy on preferences.
 
-    It learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C finishes
-    the step, saves, and says how to continue.
+    The policy learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C
+    finishes the current step, saves, and prints the command that resumes the run.
     """
     return _start("dpo", recipe, overrides)
 
@@ -59,13 +61,13 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run folder")],
     overrides: Overrides,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="although another process, which is gone for sure, holds the folder")
+        bool, typer.Option("--take-over", help="take the folder from another process, which must be dead")
     ] = False,
 ) -> int:
-    """Go on with a run from its newest checkpoint, with the recipe in its folder.
+    """Resume a run from its latest checkpoint.
 
-    run.resume_from=step-N names an older checkpoint. More run.steps, and trainer.lr with what goes with it, may be
-    given as well. A run that is finished is left as it is.
+    Use the recipe in the run folder. run.resume_from=step-N selects an older checkpoint; run.steps, trainer.lr and
+    settings that do not affect learning may change. A finished run stays as it is.
     """
     from areal_lite.record.run_folder import RunFolder
 
@@ -81,19 +83,19 @@ def resume(
 
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
-    workers: Annotated[list[str], word_list("rollout=N verifier=N", "how many there shall be from now on")],
-    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds the run may take to hear of it")] = 60.0,
+    workers: Annotated[list[str], word_list("rollout=N verifier=N", "target number of workers")],
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait for the run's answer")] = 60.0,
 ) -> int:
-    """Add workers to an active run, or remove some.
+    """Add workers to an active run, or remove them.
 
-    New ones start beside the steps, on any node that has room, one that joined the Ray cluster since included; a
-    rollout worker joins at the next publication of weights. Those with the highest numbers leave at the next step; what
-    they had in hand is lent to others. A resume has as many as the recipe says.
+    New workers start on any node with room, also on nodes that joined the Ray cluster later; a rollout worker joins at
+    the next publication of weights. Workers with the highest numbers leave at the next step, and others take their
+    work. A resumed run starts with the recipe's numbers.
     """
     from areal_lite.launch.run.scaling import parse_counts, request
 
     request(folder.resolve(), parse_counts(workers), timeout_s=timeout_s)
-    Console().print("the run has taken it up: its terminal says who joins and leaves", highlight=False)
+    Console().print("accepted: the run's terminal shows which workers join and leave", highlight=False)
     return 0
 
 
@@ -124,7 +126,7 @@ def _run(
 
 
 def show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> None:
-    """Print what a run has come to, and where its report is."""
+    """Print the summary of a run, its warnings and the path of its report."""
     table = Table(title="summary", show_header=False, title_justify="left")
     for name, text in _evaluations(summary):
         table.add_row(f"held-out {name}", text)
@@ -139,7 +141,7 @@ def show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> N
 
 
 def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield of every measured figure the first and the last value, and the best where that is neither."""
+    """Yield name, first and last value of each evaluated figure, and the best value if it is another one."""
     called = f"{summary.get('eval_called', 'accuracy')}, greedy"
     rows = {step: row if isinstance(row, dict) else {called: row} for step, row in summary["eval"].items()}
     for name in next(iter(rows.values()), ()):

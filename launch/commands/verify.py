@@ -1,4 +1,4 @@
-"""The command `areal-lite verify`."""
+"""`areal-lite verify`: score completions from a file with a verifier."""
 
 import asyncio
 import json
@@ -45,26 +45,25 @@ def verify(
         typer.Argument(
             metavar="VERIFIER",
             help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
-            "file, or a shipped name), whose verifier section is tried with its sums and the choice by a column "
-            "verifier",
+            "file, or a shipped name), whose whole verifier section is tried",
         ),
     ],
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="rows, one JSON object a line (default: a recipe's own)")
+        Path | None, typer.Option(metavar="FILE", help="rows, one JSON object per line (default: a recipe's own)")
     ] = None,
     completions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="one JSON object a line with completion, a text or a list of texts; joined to the data by index "
-            "(from 0), else by prompt, else line by line",
+            help="one JSON object per line with completion, a text or a list of texts; it belongs to the row of its "
+            "index (from 0), else to the row with its prompt, else to the row at its position",
         ),
     ] = None,
     prompt_column: Annotated[str | None, _column("prompt")] = None,
     answer_column: Annotated[str | None, _column("answer")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="rows of the data tried at most")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="use the first N rows at most")] = None,
     json_path: Annotated[
-        Path | None, out_file("--json", metavar="OUT", help="write all figures and every score to this file")
+        Path | None, out_file("--json", metavar="OUT", help="write all figures and scores to this file")
     ] = None,
     arguments: Annotated[
         Any,
@@ -76,19 +75,20 @@ def verify(
         int | None, typer.Option(min=1, help="processes of the verifier (of each, in a recipe)")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=1e-3, max=1e6, metavar="S", help="seconds a call may take (default 30)")
+        float | None,
+        typer.Option(min=1e-3, max=1e6, metavar="S", help="time limit of one call in seconds (default 30)"),
     ] = None,
 ) -> int:
     """Try a verifier outside training.
 
-    Scores the completions of a file with a verifier, in processes and with deadlines as in a run. Shows scores, parts,
-    latencies, failures with their first trace, and the lowest scores. Without --completions it scores the data's own
-    answers, which a good verifier likes. Ends with 1 when anything failed; Ctrl-C shows what there is so far.
+    Score completions in processes with time limits, as in a run. Print scores, parts, latencies, failures with a trace,
+    and the lowest scores. Without --completions, score the data's own answers, which a good verifier accepts. Exit with
+    1 if anything failed; Ctrl-C shows the scores so far.
 
     Example: areal-lite verify math --data gsm8k/test.jsonl
     """
     is_recipe, config = _config(verifier, arguments)
-    # A try is there to show failures: it never stops because of them.
+    # The point is to show failures: they never stop it.
     settings = {"processes": processes, "timeout_s": timeout, "max_failure_share": 1.0}
     changes = {key: value for key, value in settings.items() if value is not None}
     named = {key: settings.model_copy(update=changes) for key, settings in config.verifier.named.items()}
@@ -140,5 +140,5 @@ def _config(name: str, arguments: dict[str, Any] | None) -> tuple[bool, Config]:
     except PluginError as error:
         near = suggestion(name, [*known_names("verifier"), *shipped_recipes(), *with_a_colon(name)])
         raise PluginError(f"{str(error).partition('; got')[0]}, or is a recipe; got {name!r}{near}") from None
-    # Longer than in training: whoever tries a verifier would rather wait than see it cut off.
+    # Longer than in training: here waiting beats a timeout.
     return False, parse_config({"verifier": {"function": name, "arguments": arguments or {}, "timeout_s": 30.0}})

@@ -11,7 +11,7 @@ from enumerable_objective import LANGUAGE, assert_equal, estimate, other_logits,
 from torch import Tensor
 
 from areal_lite.algo.losses import entropy_bonus, kl_penalty
-from areal_lite.config.presets import PRESETS
+from areal_lite.config.presets import read_preset
 
 # Terms beside the policy's.
 
@@ -124,7 +124,7 @@ def test_gspo_on_old_samples_climbs_the_return_per_token() -> None:
     Seen failing with the weight per token in the preset.
     """
     exact_XV = weighted_gradient(LANGUAGE.random_rewards(0) / LANGUAGE.lengths_S)
-    preset = PRESETS["gspo"] | {"behaviour_weight_cap": 5.0}
+    preset = read_preset("gspo")["objective"] | {"behaviour_weight_cap": 5.0}
     product, uncapped = {"behaviour_weight": "sequence"}, {"behaviour_weight_cap": 1e9}
     assert_equal(estimate(plain(**preset | product | uncapped), behaviour_logits_XV=other_logits()), exact_XV)
     for changes, lost in (
@@ -148,7 +148,7 @@ def test_gspos_geometric_mean_is_no_worse_than_a_weight_per_token(scale: float, 
     """
     exact_XV, errors = weighted_gradient(LANGUAGE.random_rewards(0) / LANGUAGE.lengths_S), {}
     for level in ("token", "geometric_mean"):
-        objective = plain(**PRESETS["gspo"] | {"behaviour_weight": level})
+        objective = plain(**read_preset("gspo")["objective"] | {"behaviour_weight": level})
         steps = [
             estimate(objective, behaviour_logits_XV=LANGUAGE.random_table(1) + LANGUAGE.random_table(seed, scale=scale))
             for seed in range(7, 13)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from algo_builders import MAX_NEW_TOKENS, Case, compose, make_case
 
-from areal_lite.config.presets import PRESETS, ObjectiveConfig
+from areal_lite.config.presets import PRESETS, ObjectiveConfig, read_preset
 
 NAN = float("nan")
 Result = tuple[float, np.ndarray]
 
 
 def knobs_of(preset: str, **changes: Any) -> ObjectiveConfig:
-    return ObjectiveConfig(**PRESETS[preset] | changes)
+    return ObjectiveConfig(**read_preset(preset)["objective"] | changes)
 
 
 def rows_of(case: Case) -> list[tuple[int, np.ndarray]]:

@@ -102,7 +102,7 @@ def test_a_file_without_a_folder_is_said_before_any_work(
 ) -> None:
     """Seen failing without the look: a traceback, once all was done."""
     assert cli.main([*words, str(tmp_path / "nowhere" / "out")]) == 2
-    assert "must be in a folder that is there" in capsys.readouterr().err
+    assert "expected a path in an existing folder" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_before_or_behind_options(capsys: pytest.CaptureFixture[str]) -> None:

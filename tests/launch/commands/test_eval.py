@@ -148,7 +148,7 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
     folder.write_json("config.json", {"command": "dpo"})
     for given in (tmp_path / "run", tmp_path):
         assert main(["eval", str(given)]) == 1
-        assert f"--recipe must name the data and the verifier, got none, and {given} is of" in capsys.readouterr().err
+        assert f"--recipe must name the data and the verifier, got none, and {given} belongs" in capsys.readouterr().err
     assert seen == []
 
 
@@ -160,7 +160,7 @@ def test_a_model_that_is_not_there_is_what_is_missing(capsys: pytest.CaptureFixt
             "MODEL_OR_RUN must be a Hugging Face model folder, or the folder of a run that has ended, got nothere",
         ),
         ("no/such/folder", "got no/such/folder, which has no config.json"),
-        ("owner/name", "--recipe must name the data and the verifier, got none, and owner/name is of"),
+        ("owner/name", "--recipe must name the data and the verifier, got none, and owner/name belongs"),
     ):
         assert main(["eval", model]) == 1
         assert message in capsys.readouterr().err
