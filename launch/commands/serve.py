@@ -23,8 +23,8 @@ def serve(
 ) -> int:
     """Serve a model over the API that agents see in training.
 
-    Print base URL and key of one session, and answer until Ctrl-C. Tokens are sampled at rollout.temperature. Nothing is
-    trained.
+    Print base URL and key of one session, and answer until Ctrl-C. Tokens are sampled at rollout.temperature, and
+    nothing is trained.
     """
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
     from areal_lite.rollout.vllm_engine import check_engine_arguments
