@@ -31,7 +31,7 @@ class Collector:
         self._logs, self._own = logs, own
         self._gauges: dict[str, dict[str, Any]] = {}
         self._collected_at = 0.0
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def collect(self, *, force: bool = False) -> None:
         """Collect from all workers, at most twice a second unless forced."""
@@ -42,8 +42,7 @@ class Collector:
         events, gauges = self._cluster.collect()
         self._print_changes()
         self._gauges |= gauges
-        self._print_failures()
-        self._print_unconstrained()
+        self._print_problems()
         for lane in self._own:
             events += lane.drain()
         self._recorder.feed(events)
@@ -84,24 +83,23 @@ class Collector:
         """Tokens generated and verifier calls so far: grows while workers work."""
         return self.tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
 
-    def _print_unconstrained(self) -> None:
-        if (fields := self._unconstrained()) and "unconstrained" not in self._said:
-            self._said.add("unconstrained")
-            self._view.print(
+    def _print_problems(self) -> None:
+        """Print each kind of problem once."""
+        problems = {}
+        outcome = "such samples are dropped and counted; see"
+        for reason in self.failures():
+            problems[reason] = f"a verification failed ({reason}): {outcome} {self._logs}/verifier-*.log"
+        for reason, text in self.errors().items():
+            problems[reason] = f"an episode failed ({text}): {outcome} {self._logs}/rollout-*.log"
+        if fields := self._unconstrained():
+            problems["unconstrained"] = (
                 f"agents' calls ask for {', '.join(fields)}: they are served without it, and counted, because of "
-                "rollout.serve_unconstrained=true",
-                style="yellow",
+                "rollout.serve_unconstrained=true"
             )
-
-    def _print_failures(self) -> None:
-        verifications = {reason: (f"a verification failed ({reason})", "verifier") for reason in self.failures()}
-        episodes = {reason: (f"an episode failed ({text})", "rollout") for reason, text in self.errors().items()}
-        for reason, (what, role) in (verifications | episodes).items():
-            if reason not in self._said:
-                self._said.add(reason)
-                self._view.print(
-                    f"{what}: such samples are dropped and counted; see {self._logs}/{role}-*.log", style="yellow"
-                )
+        for kind, text in problems.items():
+            if kind not in self._printed:
+                self._printed.add(kind)
+                self._view.print(text, style="yellow")
 
     def _print_changes(self) -> None:
         changes, self._cluster.restarts.changes = self._cluster.restarts.changes, []
