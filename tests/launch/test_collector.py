@@ -3,16 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from fake_ray import FakeRay, Reference
-from ledger_builders import FakeClock
-
-from areal_lite.actors import calls as calls_module
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.collector import Collector, _together
-from areal_lite.launch.run.evaluation import Evaluations, in_words
 from areal_lite.launch.run.restarts import Change, State
-from areal_lite.verify.protocol import Reply
 
 FIRST = {
     "calls": 10, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 0,
@@ -106,121 +99,3 @@ def test_calls_served_unconstrained_are_counted_and_said_once() -> None:
     assert collector.engines() == {"prefix_cache_hit_fraction": 0.3, "agent_calls_unconstrained": counts}
     assert len(said) == 1
     assert said[0].startswith("agents' calls ask for tool_choice: they are served without")
-
-
-RESULT = {
-    "step": 20,
-    "accuracy": 0.25,
-    "called": "accuracy",
-    "by_source": {"a": 0.5, "b": 0.0},
-    "parts": {},
-    "metrics": {},
-    "problems": 8,
-    "failures": 0,
-    "left_out": 0,
-    "versions": [20],
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "held-out accuracy at step 20: 0.250 [a 0.500, b 0.000] (8 problems, versions [20])"),
-        (
-            {"by_source": {"a": 0.25}, "failures": 2, "called": "mean reward"},
-            "held-out mean reward at step 20: 0.250 (8 problems, versions [20], 2 could not be scored)",
-        ),
-        (
-            {"by_source": {"a": 0.25}, "parts": {"right": 0.5}, "metrics": {"words": 12.0}},
-            "held-out accuracy at step 20: 0.250 (8 problems, versions [20]); right 0.500; words 12.000",
-        ),
-        (
-            {"by_source": {"a": 0.25}, "left_out": 40},
-            "held-out accuracy at step 20: 0.250 (8 problems, versions [20], 40 not evaluated)",
-        ),
-        (
-            {"problems": 0, "failures": 9},
-            "held-out mean reward at step 20: none of 9 completions could be scored",
-        ),
-    ],
-)
-def test_an_evaluation_in_words(changes: dict[str, Any], words: str) -> None:
-    """An evaluation in which nothing was scored is no accuracy of 0. Seen failing as `0.000 (0 problems`."""
-    assert in_words(RESULT | changes) == words
-
-
-def test_a_held_out_figure_has_its_standard_error() -> None:
-    """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out.
-
-    Where an earlier one was no accuracy, it is none either. Seen failing with a name from its own rewards alone. Parts
-    and metrics are means over those who have some.
-    """
-    nobody: Any = None
-    recorder: Any = SimpleNamespace(evaluations={0: {}, 10: {"called": "mean reward"}})
-    rewards = {"a/0": 0.0, "a/1": 0.0, "b/0": 1.0, "b/1": 1.0}
-    pairs: Any = [(SimpleNamespace(prompt_id=name), None) for name in rewards]
-    replies = [Reply(reward, parts={"right": 1.0}) for reward in rewards.values()]
-    replies[0] = Reply(0.0, parts={"right": 0.0}, metrics={"calls": 3.0})
-    evaluations = Evaluations(nobody, [], recorder=recorder, lane=nobody, view=nobody)
-    found = evaluations._result(pairs, replies)
-    assert (found["parts"], found["metrics"]) == ({"right": 0.75}, {"calls": 3.0})
-    assert found["standard_errors"] == {"a": 0.0, "b": 0.0, "accuracy": 0.25}
-    assert found["called"] == "mean reward"
-
-
-def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may all be on their way back. Seen failing without a word, and with StopIteration for a verifier."""
-    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
-    said, engines = list[str](), dict[str, Any]()
-    cluster: Any = SimpleNamespace(engines=SimpleNamespace(handles=engines), verifiers={})
-    view: Any = SimpleNamespace(print=said.append)
-    nobody: Any = None
-    evaluations = Evaluations(cluster, [nobody], recorder=nobody, lane=nobody, view=view)
-    evaluations.begin(3)
-    engines["rollout/0"] = SimpleNamespace(evaluate=SimpleNamespace(remote=lambda _: Reference(lambda: [nobody])))
-    evaluations.begin(4)
-    evaluations.poll()
-    assert not evaluations
-    assert said == [
-        "the evaluation of step 3 was lost: no rollout worker is there",
-        "the evaluation of step 4 was lost: no verifier worker is there",
-    ]
-
-
-def test_an_evaluation_cut_short_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three parts of 40 problems. Seen failing with all of it lost, however long it had taken."""
-    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
-    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=FakeClock()))
-    said, kept, parts = list[str](), list[dict[str, Any]](), list[list[Any]]()
-
-    def evaluate(prompts: list[Any]) -> Reference:
-        parts.append(prompts)
-        is_done = len(parts) < 3
-        return Reference(lambda: [None] * len(prompts), is_ready=lambda: is_done)
-
-    def score(prompts: list[Any], samples: list[Any]) -> Reference:
-        return Reference(lambda: [Reply(1.0) for _ in prompts])
-
-    engine, verifier = SimpleNamespace(evaluate=SimpleNamespace(remote=evaluate)), SimpleNamespace()
-    verifier.score = SimpleNamespace(remote=score)
-    handles, verifiers = {"rollout/0": engine}, {"verifier/0": verifier}
-    cluster: Any = SimpleNamespace(engines=SimpleNamespace(handles=handles), verifiers=verifiers)
-    recorder: Any = SimpleNamespace(
-        evaluations={}, evaluation=lambda step, accuracy, **_: kept.append({step: accuracy})
-    )
-    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
-    prompts: Any = [SimpleNamespace(prompt_id=f"eval/{number}") for number in range(40)]
-    evaluations = Evaluations(cluster, prompts, recorder=recorder, lane=EventBuffer("controller"), view=view)
-    evaluations.begin(5)
-    evaluations.poll()
-    evaluations.cut_short()
-    assert not evaluations
-    done = len(parts[0]) + len(parts[1])
-    assert said == [f"held-out accuracy at step 5: 1.000 ({done} problems, versions [], {40 - done} not evaluated)"]
-    assert kept == [{5: 1.0}]
-    parts.clear()
-    parts += [[], []]  # now none gets done
-    evaluations.begin(6)
-    evaluations.poll()
-    evaluations.cut_short()
-    assert len(said) == 1
