@@ -8,7 +8,6 @@ and for the engine.
 import asyncio
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -25,8 +24,6 @@ from areal_lite.types import Lease, Prompt, Sample
 if TYPE_CHECKING:
     from areal_lite.rollout.vllm_engine import VllmEngine
     from areal_lite.sample_queue.client import AsyncQueueClient
-
-logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 1.0
 _OCCUPANCY_RESOLUTION_S = 0.005
