@@ -6,9 +6,11 @@ And the error of an engine that ran out of memory.
 import asyncio
 import io
 import logging
+import os
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,6 @@ from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, EngineError
-from areal_lite.rollout import vllm_engine
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.engine_settings import engine_arguments
 from areal_lite.rollout.vllm_engine import VllmEngine, check_engine_arguments
@@ -27,6 +28,12 @@ from areal_lite.rollout.vllm_engine import VllmEngine, check_engine_arguments
 
 def make_config(arguments: dict[str, Any], **rollout: Any) -> Config:
     return parse_config({"rollout": {"engine_arguments": arguments, **rollout}})
+
+
+def fail_to_start(why: str = "") -> None:
+    """Start an engine on a folder that does not exist."""
+    with mock.patch.dict(os.environ), pytest.raises(EngineError, match=rf"(?s)must start on /nowhere, got .*{why}"):
+        asyncio.run(VllmEngine.start(make_config({}), model_folder="/nowhere"))
 
 
 def test_what_vllm_takes_reaches_it_and_areal_lites_own_stands() -> None:
@@ -141,20 +148,14 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
         ) as raised:
             asyncio.run(call())
         assert isinstance(raised.value.__cause__, EngineDeadError)
-    monkeypatch.setattr(vllm_engine, "_set_environment", vars)
-    monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
-    with pytest.raises(EngineError, match=r"must start on nowhere, got TypeError: .*for lack of memory"):
-        asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))
+    fail_to_start("for lack of memory")
 
 
-def test_an_engine_core_that_died_is_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_core_that_died_is_one_line_in_the_log() -> None:
     """Seen failing: vLLM's traceback, eight lines for each death."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    monkeypatch.setattr(vllm_engine, "_set_environment", vars)
-    monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
-    with pytest.raises(EngineError, match="must start on nowhere"):
-        asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))
+    fail_to_start()
     logger, handler = logging.getLogger("vllm.v1.engine.async_llm"), logging.StreamHandler(io.StringIO())
     logger.addHandler(handler)
     try:
