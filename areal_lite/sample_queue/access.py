@@ -88,13 +88,15 @@ class Gatekeeper(zmq.auth.thread.ThreadAuthenticator):
 
     def __init__(self, context: Any, keys: QueueKeys) -> None:
         super().__init__(context)
-        self._keys = keys
+        self._keys, self._has_warned = keys, False
         self.configure_curve_callback("*", self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a public key is one of the run's."""
-        if is_stranger := self._keys.role_of(key) is None:
+        is_stranger = self._keys.role_of(key) is None
+        if is_stranger and not self._has_warned:  # once, as ZeroMQ lets a client try again and again
             logger.warning("a client without a key of this run tried to connect, and got nothing")
+            self._has_warned = True
         return not is_stranger
 
     def curve_user_id(self, client_public_key: bytes) -> str:

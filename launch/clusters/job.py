@@ -171,7 +171,7 @@ class Kind(Protocol):
         return job.log.read_text(errors="replace") if job.log.is_file() else ""
 
     def stop(self, job: Job) -> None:
-        """Request that it save and end on every node; returns at once."""
+        """Make it save and end on every node; returns at once."""
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return the words in front of a shell command for each node, the head's first.

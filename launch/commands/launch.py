@@ -42,7 +42,7 @@ def launch(
     detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
     status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="show where a job stands")] = "",
     logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="print a job's output")] = "",
-    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="have a job save and end")] = "",
+    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="make a job save and end")] = "",
     new_profile: Annotated[
         str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to start from")
     ] = "",
