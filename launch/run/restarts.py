@@ -47,7 +47,6 @@ class Restarts:
         *,
         most: int,
         start_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set the limits.
 
@@ -56,7 +55,7 @@ class Restarts:
             most: Restarts of one worker: after 1 s, then after 2, 4, 8 ...; an hour of work resets the count.
             start_timeout_s: Longest duration of a start.
         """
-        self._spawn, self._most, self._start_timeout_s, self._clock = spawn, most, start_timeout_s, clock
+        self._spawn, self._most, self._start_timeout_s = spawn, most, start_timeout_s
         self._num_starts = Counter[str]()
         self._back_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
@@ -73,18 +72,18 @@ class Restarts:
     def lost(self, name: str, reason: str) -> None:
         """Schedule a restart, or give the worker up after too many."""
         kill(self.handles.pop(name, None))
-        if self._clock() - self._back_at.pop(name, self._clock()) > _CLEARED_AFTER_S:
+        if time.monotonic() - self._back_at.pop(name, time.monotonic()) > _CLEARED_AFTER_S:
             del self._num_starts[name]
         if self._num_starts[name] >= self._most:
             return self.give_up(name, reason)
-        self._due[name] = self._clock() + 2 ** self._num_starts[name]
+        self._due[name] = time.monotonic() + 2 ** self._num_starts[name]
         self._num_starts[name] += 1
         self._change(name, State.RESTARTING, reason)
 
     def restart_pending(self) -> None:
         """Restart workers that are starting or ready, as the queue that they know is gone; this is not counted."""
         kill(*self.handles.values())
-        self._due |= dict.fromkeys(self.handles, self._clock())
+        self._due |= dict.fromkeys(self.handles, time.monotonic())
         self.states |= dict.fromkeys(self.handles, State.RESTARTING)
         self.handles.clear()
         self._starting.pending.clear()
@@ -93,7 +92,7 @@ class Restarts:
         """Start a new, dead or dismissed worker at the next `poll`."""
         self.dead.pop(name, None)
         del self._num_starts[name]
-        self._due[name] = self._clock()
+        self._due[name] = time.monotonic()
         self.states[name] = State.JOINING
 
     def dismiss(self, name: str) -> None:
@@ -113,7 +112,7 @@ class Restarts:
 
     def poll(self) -> None:
         """Start workers that are due; check which have started, failed, or take too long."""
-        now = self._clock()
+        now = time.monotonic()
         for name in [name for name, due in self._due.items() if due <= now]:
             del self._due[name]
             if (handle := self._spawn(name)) is None:
@@ -144,7 +143,7 @@ class Restarts:
 
     def back(self, name: str) -> None:
         """Record that a worker works again."""
-        self._back_at[name] = self._clock()
+        self._back_at[name] = time.monotonic()
         self._change(name, State.HEALTHY)
         del self.states[name]
 

@@ -32,8 +32,9 @@ class Starts:
         self.begun: list[tuple[float, str]] = []
         self.killed: list[Any] = []
         monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
+        monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=self.clock))
         monkeypatch.setattr(restarts_module, "kill", lambda *handles: self.killed.extend(filter(None, handles)))
-        self.restarts = Restarts(self._spawn, most=most, start_timeout_s=TIMEOUT_S, clock=self.clock)
+        self.restarts = Restarts(self._spawn, most=most, start_timeout_s=TIMEOUT_S)
 
     def run(self, seconds: float) -> None:
         for _ in range(int(2 * seconds)):
@@ -168,7 +169,7 @@ class Actor:
         self.calls: list[str] = []
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*_: Any) -> Reference:
+        def remote(*_: Any, **__: Any) -> Reference:
             self.calls.append(method)
             return Reference(self._result, is_ready=lambda: method != "run" or self.dies_of is not None)
 
@@ -179,6 +180,8 @@ class Actor:
             raise self.dies_of
         if self.calls[-1] == "access":
             return dict.fromkeys(cluster_module.Role, "another")
+        if self.calls[-1] == "work":  # of a rank: connected, or nothing to report
+            return {}
         return (3, 1) if self.calls[-1] == "reconnect" else ([], {})
 
 
@@ -187,9 +190,11 @@ class PlacesOfNobody(Places):
 
     def __init__(self, config: Config) -> None:
         self.config, self.logs = config, "logs"
+        self.actors: dict[str, Actor] = {}
 
-    def spawn(self, *_: Any, **__: Any) -> Any:
-        return Actor()
+    def spawn(self, kind: type, lane: str, **_: Any) -> Any:
+        self.actors[lane] = Actor()
+        return self.actors[lane]
 
     def has_place(self, lane: str) -> bool:
         return True
@@ -199,27 +204,30 @@ class Fleet:
     """A cluster that serves with two rollout workers and a verifier, whose times pass at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
-        config = parse_config({"run": {"max_worker_restarts": most, "stall_timeout_s": 600}})
-        clock = FakeClock()
-        monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
-        monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=clock))
+        run, self.clock, self.queue = {"max_worker_restarts": most, "stall_timeout_s": 600}, FakeClock(), FakeQueue()
+        time = SimpleNamespace(monotonic=self.clock, time=self.clock)
+        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
+        for module in (calls_module, restarts_module, cluster_module):
+            monkeypatch.setattr(module, "time", time)
+        monkeypatch.setattr(cluster_module, "QueueClient", lambda *_, **__: self.queue)
         monkeypatch.setattr(ray, "kill", lambda _: None)
         self.is_reached = True
-        where = SimpleNamespace(reaches=lambda _: self.is_reached)
-        places = PlacesOfNobody(config)
-        places.placement = where  # type: ignore[assignment]
-        self.forgotten: list[str] = []
-        self.cluster = cluster = Cluster(places, queue_state=None, prompts={}, model_folder=Path())
-        cluster.queue = SimpleNamespace(forget=lambda worker: self.forgotten.append(worker))  # type: ignore[assignment]
-        cluster._access = dict.fromkeys(cluster_module.Role)  # type: ignore[assignment]
-        cluster.restarts._clock = clock
-        cluster.engines.handles |= {A: Actor(), B: Actor()}
-        cluster.verifiers[V] = Actor()
-        cluster.serve()
-        self.clock = clock
+        self.places = PlacesOfNobody(parse_config({"run": run, "rollout": {"workers": 2}}))
+        self.places.placement = SimpleNamespace(reaches=lambda _: self.is_reached)  # type: ignore[assignment]
+        self.cluster = Cluster(self.places, queue_state=None, prompts={}, model_folder=Path())
+        self.cluster.start(checkpoint=None, on_progress=lambda _: None)
+        self.cluster.serve()
+        self.queue.log.clear()
+        for actor in self.places.actors.values():
+            actor.calls = actor.calls[-1:] if actor.calls[-1] == "run" else []
+
+    @property
+    def forgotten(self) -> list[str]:
+        """Workers whose leases the queue was told to return."""
+        return [values[0] for request, *values in self.queue.log if request == "forget"]
 
     def lose(self, worker: str, error: Exception | None = None) -> None:
-        self.cluster._workers[worker].dies_of = error or ray.exceptions.RayActorError()
+        self.places.actors[worker].dies_of = error or ray.exceptions.RayActorError()
 
     def watch_workers(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
@@ -299,13 +307,13 @@ def test_nobody_serves_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that came back while others were waited for serves already."""
     fleet = Fleet(monkeypatch, most=1)
     fleet.cluster.serve()
-    assert [actor.calls for actor in fleet.cluster._workers.values()] == [["run"]] * 3
+    assert [fleet.places.actors[name].calls for name in (A, B, V)] == [["run"]] * 3
 
 
 def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a deadline of a request. Seen failing with a queue that is asked once."""
     fleet = Fleet(monkeypatch, most=3)
-    actor: Any = fleet.cluster._queue_actor
+    actor = fleet.places.actors["queue"]
     fleet.watch_workers()
     fleet.watch_workers()
     actor.dies_of = ray.exceptions.RayActorError()
@@ -371,19 +379,20 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     controller. Seen failing with a queue that is waited for there.
     """
     fleet = Fleet(monkeypatch, most=3)
-    cluster, queue = fleet.cluster, FakeQueue()
-    cluster.queue, cluster._print, rank = queue, print, Actor()  # type: ignore[assignment]
-    cluster.ranks.handles = {"trainer/0": rank}
+    cluster, queue, rank = fleet.cluster, fleet.queue, fleet.places.actors["trainer/0"]
 
     def die() -> None:
-        vars(cluster._queue_actor)["dies_of"] = ray.exceptions.RayActorError()
-        fleet.watch_workers()
+        fleet.lose("queue")
+        try:
+            fleet.watch_workers()
+        finally:
+            fleet.places.actors["queue"].dies_of = None
 
     for batch_id in ("", "step-2"):
         cluster.mark_batch_taken(batch_id)
         with pytest.raises(QueueError):
             die()
-        cluster._spawn_queue(b"")
+        fleet.clock.now += 10
         cluster.copy_queue()
     cluster.trained = "step-2" if is_trained else "step-1"
     fleet.is_reached = False
@@ -394,14 +403,14 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     die()
     replay = ("complete_step", "step-2") if is_trained else ("take", "step-2", 0.0)
     assert queue.log == [("save",), ("move_to", "another"), replay, ("open_admission",), ("status",)]
-    assert [actor.calls[-1] for actor in (*cluster._workers.values(), rank)] == ["reconnect"] * 4
+    assert [fleet.places.actors[name].calls[-1] for name in (A, B, V, "trainer/0")] == ["reconnect"] * 4
     assert cluster.replaced
     figures = {name: cluster.replaced[name] for name in ("leases_kept", "leases_lost", "waiting", "finished")}
     assert figures == {"leases_kept": 9, "leases_lost": 3, "waiting": 1, "finished": 6}
     cluster.copy_queue()
     with pytest.raises(QueueError):
         die()
-    cluster._spawn_queue(b"")
+    fleet.clock.now += 10
     cluster.mark_batch_taken("step-3")
     cluster.copy_queue()
     rank.dies_of = ray.exceptions.RayActorError()
@@ -422,7 +431,7 @@ def test_workers_are_added_and_dismissed(monkeypatch: pytest.MonkeyPatch) -> Non
         fleet.watch_workers(1)
         cluster.activate(cluster.admit_ready_engines())
     assert cluster.restarts.dead.keys() == {A}
-    fleet.forgotten.clear()
+    fleet.queue.log.clear()
     rollout, verifier = cluster_module.Role.ROLLOUT, cluster_module.Role.VERIFIER
     assert cluster.scale({rollout: 3, verifier: 2}) == ([A, "rollout/2", "verifier/1"], [])
     assert cluster.states() == {"healthy": 2, "joining": 3}
@@ -493,7 +502,7 @@ def test_who_is_lost_while_another_loss_is_told_is_not_asked_again(monkeypatch: 
 
     def forget(worker: str) -> None:
         if worker == A:
-            cluster._lose(B, "it must go on at a new queue")
+            cluster.engines.drop(B, "it did not connect to the new queue")
 
     cluster.queue = SimpleNamespace(forget=forget)  # type: ignore[assignment]
     fleet.watch_workers()
@@ -509,12 +518,12 @@ def test_a_step_goes_on_while_the_queue_gives_no_copy(
     Seen failing with the error raised, with a queue that is asked at every look, and with one that is asked with every
     batch.
     """
-    cluster, asked, clock = Fleet(monkeypatch, most=3).cluster, list[str](), FakeClock()
-    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=clock))
+    fleet, asked = Fleet(monkeypatch, most=3), list[str]()
+    cluster, clock, batch_id = fleet.cluster, fleet.clock, ""
     clock.now = 1.0
 
     def save() -> bytes:
-        asked.append(cluster._taken)
+        asked.append(batch_id)
         clock.now += takes_s
         raise QueueTimeout("no answer")
 
