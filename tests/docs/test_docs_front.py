@@ -51,11 +51,11 @@ def test_readme_is_short_and_the_index_names_every_page() -> None:
 @pytest.mark.slow
 def test_readme_quotes_what_is_counted() -> None:
     """Within 3 % of `make size`. Seen failing with a figure 5 % smaller."""
-    said = re.search(r"([\d,]+) lines of Python\. <!-- make size: pure code of the package -->", README.read_text())
+    quoted = re.search(r"([\d,]+) lines of Python\. <!-- make size: pure code of the package -->", README.read_text())
     counted = subprocess.run([sys.executable, DOCS / "size.py"], capture_output=True, text=True, check=True).stdout
     package = next(line for line in counted.splitlines() if line.startswith("package  "))
-    assert said is not None
-    assert int(said[1].replace(",", "")) == pytest.approx(int(package.split()[-1].replace(",", "")), rel=0.03)
+    assert quoted is not None
+    assert int(quoted[1].replace(",", "")) == pytest.approx(int(package.split()[-1].replace(",", "")), rel=0.03)
 
 
 @named()

@@ -221,7 +221,3 @@ def mentions(words: list[str]) -> list[tuple[str, str]]:
 def test_no_file_names_a_place_on_somebodys_machine():
     """Seen failing with the checkout's own path in a comment of the Makefile."""
     assert mentions(ELSEWHERE) == []
-
-
-def test_the_place_of_the_data_is_named_in_ci_alone():
-    assert {name for name, _ in mentions(["shared/data"])} == {".ci/run"}
