@@ -31,8 +31,8 @@ _SAMPLE = {
     "failure": _Optional(str),
     "spans": [_SPAN],
     "messages": _Optional([_MESSAGE]),
-    "parts": _Optional({...: float}),
-    "metrics": _Optional({...: float}),
+    "parts": _Optional({...: _Optional(float)}),
+    "metrics": _Optional({...: _Optional(float)}),
     "feedback": _Optional(str),
     "step_rewards": _Optional([(int, float)]),
 }

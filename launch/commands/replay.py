@@ -16,6 +16,7 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.scores import describe, earned
 from areal_lite.launch.commands.trial import Case, score_all
+from areal_lite.record.run_files import numbers, table
 from areal_lite.types import GIVEN, Prompt, StopReason
 from areal_lite.verify.protocol import Reply
 
@@ -36,8 +37,8 @@ def replay(
     """
     run, console = open_run(folder), Console()
     row, config = find_group(run, group), parse_config(run.config)
-    console.print(Text.assemble((f"{row['group']}, trained at step {row['step']}\n", "bold"), row["prompt"]))
-    if row["answer"]:
+    console.print(Text.assemble((f"{row['group']}, trained at step {row['step']}\n", "bold"), row.get("prompt") or ""))
+    if row.get("answer"):
         console.print(Text(f"reference: {row['answer']}", style="dim"))
     for number, sample in enumerate(row["samples"]):
         console.print(
@@ -61,7 +62,7 @@ def was_scored_by_agent(config: Config, row: Mapping[str, Any]) -> bool:
     """True if the workflow of a group may have scored it."""
     from areal_lite.rollout.agents import is_agent
 
-    rollout, name = config.rollout, row.get("row", {}).get("workflow") or config.rollout.workflow
+    rollout, name = config.rollout, table(row.get("row")).get("workflow") or config.rollout.workflow
     if name == rollout.workflow and rollout.workflow_command is not None:
         return True
     name = rollout.workflows[name].function if name in rollout.workflows else name
@@ -89,8 +90,8 @@ def find_group(run: Run, name: str) -> dict[str, Any]:
 
 def saved_reply(sample: Mapping[str, Any]) -> Reply:
     """Return what the verifier gave a sample during the run."""
-    figures = {name: sample.get(name, {}) for name in ("parts", "metrics")}
-    return Reply(sample["reward"], failure=sample["failure"], **figures)
+    figures: Any = {name: numbers(sample.get(name)) for name in ("parts", "metrics")}
+    return Reply(sample.get("reward"), failure=sample.get("failure"), **figures)
 
 
 def headline(sample: Mapping[str, Any], *, step: int) -> str:
@@ -121,12 +122,16 @@ def turns(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def rescored(config: Config, row: Mapping[str, Any]) -> Sequence[Case]:
     """Score the samples that have a reward again, and return them by number."""
     prompt = Prompt(
-        prompt_id=row["group"], text=row["prompt"], token_ids=(), answer=row["answer"], row=row.get("row", {})
+        prompt_id=row["group"],
+        text=row.get("prompt") or "",
+        token_ids=(),
+        answer=row.get("answer") or "",
+        row=table(row.get("row")),
     )
     cases = [
-        Case(index=number, prompt=prompt, completion=sample["text"], messages=sample.get("messages", ()))
+        Case(index=number, prompt=prompt, completion=sample["text"], messages=sample.get("messages") or ())
         for number, sample in enumerate(row["samples"])
-        if sample["reward"] is not None
+        if sample.get("reward") is not None
     ]
     asyncio.run(score_all(config, cases))
     return cases
