@@ -22,7 +22,7 @@ _BATCH_SIZE = 32
 _NOT_COLUMNS = ("prompts", "completions", "messages", CHAT)
 _NAN = re.compile(r"\bnanj?\b", re.IGNORECASE)
 _TUPLE_FAMILIES = ("arc_agi", "rearc")
-"""Families whose scorer compares the answer with a tuple of tuples; a row that has travelled holds lists."""
+"""Families whose scorer compares the answer with a tuple of tuples; a row that was sent to a process holds lists."""
 
 
 _found = functools.cache(functools.partial(find_function, kind="reward function"))
@@ -34,7 +34,7 @@ class trl(Arguments, extra="allow"):
     """Score with a reward function for TRL: `f(prompts=..., completions=..., <column>=...) -> list[float | None]`.
 
     What TRL alone can give is not there: `completion_ids`, `trainer_state`. A column that a row lacks is None for it.
-    None as a reward is TRL's word for "not applicable": a sum of verifiers passes over it, and a sample without any
+    None as a reward means "not applicable" in TRL: a sum of verifiers passes over it, and a sample without any
     reward is a failure. What the function logs through `log_metric` becomes metrics. Further arguments are the
     function's own keywords.
 
@@ -58,27 +58,27 @@ class trl(Arguments, extra="allow"):
             rewards = await self._rewards(is_chat, [calls[index] for index in chosen])
             if len(rewards) != len(chosen):
                 if len(chosen) == len(rows):
-                    return rewards  # their number says it
+                    return rewards  # the pool reports their number
                 raise ValueError(f"expected a reward for each of {len(chosen)} completions, got {len(rewards)}")
             results |= zip(chosen, rewards, strict=True)
         return [results[index] for index in range(len(rows))]
 
     async def _rewards(self, is_chat: bool, calls: Sequence[tuple[str, str, str, Mapping[str, Any]]]) -> list[Any]:
-        asked, said, answers, rows = (list[Any](values) for values in zip(*calls, strict=True))
+        inputs, outputs, answers, rows = (list[Any](values) for values in zip(*calls, strict=True))
         metrics: dict[str, float] = {}
         names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
         columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         if is_chat:
-            turns = ((CHAT, "user", asked), ("messages", "assistant", said))
-            asked, said = (
+            turns = ((CHAT, "user", inputs), ("messages", "assistant", outputs))
+            inputs, outputs = (
                 [row.get(key) or [{"role": role, "content": text}] for row, text in zip(rows, texts, strict=True)]
                 for key, role, texts in turns
             )
         function, references = _found(self.function), list(map(_reference, answers, rows))
         wanted = [self.answer_column] if self.answer_column else ["answer", *_wanted(function) - columns.keys()]
         rewards = function(
-            prompts=asked,
-            completions=said,
+            prompts=inputs,
+            completions=outputs,
             log_extra=lambda *_: None,
             log_metric=metrics.__setitem__,
             **columns | dict.fromkeys(wanted, references) | (self.model_extra or {}),
@@ -172,20 +172,20 @@ class openrlhf(Arguments):
         queries = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         labels = list(map(_reference, answers, rows))
         if self.function is not None:
-            said = _found(self.function)(queries, list(prompts), labels)
+            result = _found(self.function)(queries, list(prompts), labels)
         else:
-            asked = json.dumps({"query": queries, "prompts": list(prompts), "labels": labels}).encode()
-            request = urllib.request.Request(str(self.url), asked, {"Content-Type": "application/json"})
+            body = json.dumps({"query": queries, "prompts": list(prompts), "labels": labels}).encode()
+            request = urllib.request.Request(str(self.url), body, {"Content-Type": "application/json"})
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                    said = json.load(reply)
+                    result = json.load(reply)
             except OSError as error:  # what urllib raises inherits it
                 raise VerifierUnavailable(f"{self.url}: {error}") from error
-        said = said if isinstance(said, Mapping) else {"rewards": said}
-        logs = {name: _list(values) for name, values in said.get("extra_logs", {}).items()}
+        result = result if isinstance(result, Mapping) else {"rewards": result}
+        logs = {name: _list(values) for name, values in result.get("extra_logs", {}).items()}
         return [
             VerifyResult(reward, metrics={name: log[index] for name, log in logs.items() if len(log) == len(queries)})
-            for index, reward in enumerate(_list(said["rewards"]))
+            for index, reward in enumerate(_list(result["rewards"]))
         ]
 
 
@@ -217,7 +217,7 @@ class reasoning_gym(Arguments):
         reasoning_gym_entry: Mapping[str, Any],
         **row: Any,
     ) -> VerifyResult:
-        """Return the scorer's points; 0 with a word for a person where it cannot read the answer."""
+        """Return the scorer's points; 0 with feedback where it cannot read the answer."""
         given = self._answer_in(completion)
         if given is None or (_NAN.search(given) and not _NAN.search(str(reasoning_gym_entry["answer"]))):
             return VerifyResult(0.0, feedback="no answer found")

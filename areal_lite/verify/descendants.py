@@ -1,7 +1,7 @@
-"""Processes below a process, as /proc tells: who they are, what memory they take, and how to end them all.
+"""Processes below a process, as listed in /proc: their ids, their memory, and how to end them all.
 
 psutil would read every process of the machine for each look, twenty times a second for each verifier; the kernel's
-list of a thread's children costs a hundredth of that, and misses nobody who is stopped.
+list of a thread's children costs a hundredth of that, and misses none that is stopped.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids right below a process; none where /proc does not tell."""
+    """Return the process ids right below a process; none where /proc does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -64,7 +64,7 @@ def resident_bytes(pids: list[int]) -> int:
 def proportional_bytes(pids: list[int]) -> int:
     """Return the memory that processes hold, what they share divided among those who share it. Walks all pages.
 
-    Where /proc does not tell (Linux before 4.14, some sandboxes), what a process shares counts in full.
+    Where /proc does not have it (Linux before 4.14, some sandboxes), what a process shares counts in full.
     """
     total = 0
     for pid in pids:
@@ -84,10 +84,10 @@ def held_above(limit_bytes: float, pids: list[int]) -> int:
 
 
 def kill_trees(roots: Callable[[], Iterable[int]]) -> set[int]:
-    """Kill processes and everything below them that is alive now or appears while this looks; returns whom it found.
+    """Kill processes and everything below them that is alive now or appears while this looks; returns their ids.
 
-    A process is stopped before its children are read: what is stopped forks no more. Only a whole look, which asks for
-    the roots again, that finds nobody new ends the collecting; then all are killed.
+    A process is stopped before its children are read: what is stopped forks no more. Only a whole look, with
+    the roots read again, that finds no new process ends the collecting; then all are killed.
     """
     stopped: set[int] = set()
     while True:
@@ -105,7 +105,7 @@ def kill_trees(roots: Callable[[], Iterable[int]]) -> set[int]:
 
 
 def end_descendants(*, spare: Callable[[int], bool] = lambda _: False) -> None:
-    """Kill all below this process, adopted orphans too, until nobody is left but children to spare, and all below."""
+    """Kill all below this process, adopted orphans too, until only children to spare are left, and all below them."""
     num_empty_looks = 0
     while num_empty_looks < _EMPTY_LOOKS:
         killed = kill_trees(lambda: [child for child in children(os.getpid()) if not spare(child)])

@@ -3,7 +3,7 @@
     def verify(prompt: str, completion: str, answer: str, **row) -> float | VerifyResult
 
 or the same with `async def`, or `@batched` with a list of each. `row` holds the data row's other columns, `messages`
-where the sample has several turns, and what the recipe says in `arguments`. What takes long to load goes into a
+where the sample has several turns, and the recipe's `arguments`. Slow loading belongs in a
 function of those arguments, named by `@prepared_by`: it runs once in each process, and no call's deadline counts it.
 Imports nothing heavy, as every restart of a process pays for it.
 """
@@ -36,29 +36,29 @@ _CHAT = "prompt_messages"
 
 @dataclass(frozen=True, slots=True)
 class Reply(VerifyResult):
-    """What one completion got: a result whose every figure was checked, or a failure with its detail."""
+    """The outcome for one completion: a result with every figure checked, or a failure with its detail."""
 
     failure: str | None = None
     """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`, `timeout` and so on."""
     detail: str = ""
     """For a person: the end of the traceback."""
     retry_after_s: float = 0.0
-    """Of `unavailable`: for how long the service does not want to be asked."""
+    """Of `unavailable`: the earliest time of the next try."""
 
     @property
     def total(self) -> float | None:
-        """What the completion earned in all, outcome and steps."""
+        """The sum of the reward and the step rewards."""
         return None if self.reward is None else self.reward + sum(value for _, value in self.step_rewards)
 
 
 def failed(failure: str, detail: str) -> Reply:
-    """Return the reply to a call that failed; of a long detail the end, where a traceback names the error."""
+    """Return the reply to a failed call; of a long detail only the end, where a traceback names the error."""
     is_long = len(detail) > _DETAIL_CHARS
     return Reply(None, failure=failure, detail="..." + detail[-_DETAIL_CHARS:] if is_long else detail)
 
 
 class _Problem(Exception):
-    """What is wrong with what a verify function said: the failure and its detail."""
+    """A fault in a verify function's result: the failure and its detail."""
 
 
 def checked(reply: Reply) -> Reply:
@@ -86,7 +86,7 @@ class Verifier:
             text = f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}"
             raise VerifierError(text) from error
         self.batch_size: int | None = getattr(self._function, "_verifier_batch", None)
-        """How many completions one call takes, as `batched` says; None for a function of one."""
+        """How many completions one call of a `@batched` function takes; None for a function of one."""
         calls = (self._function, type(self._function).__call__)
         self.is_async = any(map(inspect.iscoroutinefunction, calls))
         """Whether several calls can be in flight at once, in one event loop."""
@@ -135,7 +135,7 @@ class Verifier:
 
 
 def _takes(function: VerifyFunction, name: str) -> bool:
-    """Whether a function has a keyword, or takes any; one whose signature cannot be read does."""
+    """True if a function has this keyword, or takes any; also if its signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -144,11 +144,11 @@ def _takes(function: VerifyFunction, name: str) -> bool:
 
 
 def read_result(value: Any, *, completion: str) -> Reply:
-    """Check everything that a verify function said about one completion."""
+    """Check a verify function's result for one completion."""
     is_result = isinstance(value, VerifyResult)
     result = value if is_result else VerifyResult(value)
     try:
-        if is_result and result.reward is None:  # a forgotten return is no word of it
+        if is_result and result.reward is None:  # a function that returns nothing forgot to
             raise _Problem(NOT_APPLICABLE, "the verifier gives this completion no reward")
         more = "" if is_result else ", or areal_lite.verify.VerifyResult(reward, parts=..., metrics=...)"
         reward = _number(result.reward, "the reward", more)
@@ -180,7 +180,7 @@ def _steps(step_rewards: Any, num_characters: int) -> tuple[tuple[int, float], .
 
 
 def _number(value: Any, what: str, more: str = "") -> float:
-    """Return a number where float32 holds it; `more` says what else it could be."""
+    """Return a number that float32 can hold; `more` names other values that would be accepted."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():  # numpy's bool, a tensor's number
         value = value.item()
     if not isinstance(value, numbers.Real):

@@ -1,4 +1,4 @@
-"""What a verify function may return, and what it may say about itself. Imported by verifiers, so it imports little."""
+"""What a verify function may return, and its decorators. Verifiers import this, so it imports little."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """A reward with what belongs to it. A plain number is as good where there is nothing more to say.
+    """A reward with its parts, steps, feedback and metrics. A plain number does where there is only a reward.
 
     Example: `VerifyResult(0.7, parts={"correct": 1.0, "brief": -0.3}, step_rewards=[(12, 0.5)], feedback="well done")`
     """
@@ -26,7 +26,7 @@ class VerifyResult:
     """Process supervision: `(end_character, value)` for a step that ends before that character of the completion.
     Beside `reward`: a sample earns the sum of both."""
     feedback: str = ""
-    """Words for a person."""
+    """A text for people."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures, by name; shown as means."""
 

@@ -1,6 +1,6 @@
 """The verifiers of a recipe, each in a pool of its own, and the choice among them for each row.
 
-One slow verifier holds up nobody else's calls.
+A slow verifier does not delay the calls of others.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ class VerifierSet:
     """Scores completions with the verifier that their row, or else the recipe, names."""
 
     def __init__(self, config: VerifierConfig, *, also: Iterable[str] = (), start_timeout_s: float = 60.0) -> None:
-        """Prepare; nothing runs before `start`.
+        """Create the set; `start` starts its processes.
 
         Args:
-            also: Further verifiers that rows are known to choose: they start with the others. One that only a row
-                names starts when that is scored.
+            also: Further verifiers that rows are known to choose: they start with the others. A verifier that only a
+                row names starts when that row is scored.
             start_timeout_s: Seconds that importing and preparing one function may take.
         """
         self._config, self._start_timeout_s = config, start_timeout_s
@@ -60,7 +60,7 @@ class VerifierSet:
         Args:
             prompt: Its row's column `verifier` chooses, where it has one.
             messages: The turns of each completion, none where it has just one; None = none has.
-            held_out: Use `verifier.eval_function`, where the recipe has one, whatever the row says.
+            held_out: Use `verifier.eval_function`, where the recipe has one, whatever the row chooses.
 
         Raises:
             VerifierError: A pool cannot start, is broken or closed, or its verifier fails too often.
@@ -102,7 +102,7 @@ class VerifierSet:
         return {key: sum(gauges[key] for gauges in each.values()) for key in counted} | {"verifiers": each}
 
     async def close(self) -> None:
-        """Kill all processes and wake everybody who waits for a score with a `VerifierError`; idempotent."""
+        """Kill all processes and end every waiting `score` with a `VerifierError`; idempotent."""
         for start in self._starts.values():
             start.cancel()
         await asyncio.gather(*self._starts.values(), return_exceptions=True)
@@ -128,8 +128,8 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
         float32 fails as `inf`.
 
     Example:
-        >>> said = {"math": Reply(1.0), "format": Reply(0.5, parts={"tags": 0.5})}
-        >>> total = weighted_sum(said, {"math": 1.0, "format": 0.2})
+        >>> replies = {"math": Reply(1.0), "format": Reply(0.5, parts={"tags": 0.5})}
+        >>> total = weighted_sum(replies, {"math": 1.0, "format": 0.2})
         >>> total.reward, total.parts
         (1.1, {'math': 1.0, 'format': 0.5, 'format/tags': 0.5})
     """
@@ -152,7 +152,7 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Return what to call verifiers in figures and messages: files without their folders, unless two would be alike.
+    """Return the names of verifiers for figures and messages: files without their folders, unless two would be alike.
 
     Example:
         >>> short_names(["math", "/srv/me/judge.py:brief"])

@@ -1,4 +1,4 @@
-"""The verifier worker: leases the generated groups it has room for, has several scored at a time, reports scores."""
+"""The verifier worker: leases generated groups while it has room, scores several at a time, and reports the scores."""
 
 import asyncio
 import bisect
@@ -103,9 +103,9 @@ def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:
 def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> int:
     """Return the first token, 0..T-1, with which the text's first `end_character` characters, from 1, are there.
 
-    A prefix counts once it spells these characters as the whole does: a character whose bytes are spread over several
-    tokens is complete with the last of them. Special tokens that are left out of the text spell nothing, so a step
-    never ends at one behind it.
+    A prefix counts once it decodes to these characters as the whole does: a character whose bytes are spread over
+    several tokens is complete with the last of them. Special tokens that are left out of the text add nothing, so no
+    step ends at one after it.
 
     Args:
         token_ids: [T] of the whole completion.

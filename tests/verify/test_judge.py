@@ -175,18 +175,6 @@ def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.
     assert server.keys == ["Bearer none", "Bearer secret"]
 
 
-def test_requests_take_turns(server: Server) -> None:
-    """12 at once, 3 allowed. Seen failing without the semaphore."""
-    server.pause_s = 0.05
-
-    async def run() -> None:
-        ask_it = judge(base_url=server.url, model="m", max_concurrency=3)
-        await asyncio.gather(*(ask_it("p", "c", "a") for _ in range(12)))
-
-    asyncio.run(run())
-    assert (len(server.asked), server.most_under_way) == (12, 3)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

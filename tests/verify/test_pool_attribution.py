@@ -216,10 +216,10 @@ def test_a_verifier_is_not_trusted_once_it_fails_too_often():
     error = add(quarantine, ["exception:KeyError"])
     assert isinstance(error, VerifierError)
     assert str(error).startswith(
-        "the verifier math failed in 12 of its last 20 calls (timeout 9, exception:KeyError 3), more than "
-        "max_failure_share=0.5 allows"
+        "the verifier math cannot be trusted: it failed in 12 of its last 20 calls (timeout 9, exception:KeyError 3), "
+        "more than max_failure_share=0.5 allows"
     )
-    assert "the last said: KeyError: 'kg'" in str(error)
+    assert "last error: KeyError: 'kg'" in str(error)
     assert "areal-lite verify math --data FILE" in str(error)
 
 
@@ -246,8 +246,8 @@ def test_a_service_that_answers_nobody_ends_the_run():
     quarantine = quarantine_of("judge", max_failure_share=0.5, unavailable_s=120.0)
     assert add(quarantine, ["unavailable"] * 19 + [None] + ["unavailable"] * 19) is None
     error = str(add(quarantine, ["unavailable"]))
-    assert "the service of the verifier judge must answer, it did not for the last 20 calls" in error
-    assert "unavailable_s=120 seconds" in error
+    assert "the verifier judge cannot be trusted: its service did not answer the last 20 calls" in error
+    assert "unavailable_s=120 s" in error
     assert "areal-lite verify judge --data FILE" in error
     assert "raise unavailable_s" in error
 

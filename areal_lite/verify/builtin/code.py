@@ -56,8 +56,8 @@ class code(Limits):
     reward: Literal["share", "all"] = "share"
     """share of the cases passed, or 1 only for all"""
     total_s: float = Field(5.0, gt=0)
-    """processor seconds for all tests; behind it, cases count as timed out if one met a limit before, else it is an
-    error, as the program may be right"""
+    """processor seconds for all tests; after them, cases count as timed out if one exceeded a limit before, else it is
+    an error, as the program may be right"""
 
     tolerance: float = Field(1e-6, ge=0)
     """distance allowed of numbers written with a decimal point, absolute, or as a share of numbers above 1; 0 = none"""

@@ -24,9 +24,9 @@ class AnswerArguments(Arguments):
     """What verifiers that look for a final answer have in common."""
 
     behind: str | None = Field(None, min_length=1)
-    """of a completion only what stands behind the last of these counts, such as </think>; without one it scores 0"""
+    """of a completion only what follows the last of these counts, such as </think>; without one it scores 0"""
 
-    def said_in(self, completion: str) -> str:
+    def counted_part(self, completion: str) -> str:
         """Return what counts of a completion."""
         if self.behind is None:
             return completion
@@ -38,7 +38,7 @@ class FinalAnswer(NamedTuple):
     """What a text gives as its answer."""
 
     text: str
-    """Without what marked it, and without a full stop behind it."""
+    """Without what marked it, and without a full stop after it."""
     mark: str
     """What it was found by: `boxed`, `####`, `answer is`, or nothing, where it is the whole text."""
 

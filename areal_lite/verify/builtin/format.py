@@ -17,7 +17,7 @@ def _all_different(tags: list[str]) -> list[str]:
 class format_tags(Arguments):
     """Score 1 where the completion is made of its tags: each once, in order, nothing but white space outside, else 0.
 
-    A template may end with the first tag, to have the model go on from there: a prompt that ends with `<think>`
+    A template may end with the first tag, for the model to continue: a prompt that ends with `<think>`
     counts as the start of its completion.
 
     Example:

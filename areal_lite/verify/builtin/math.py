@@ -65,7 +65,7 @@ class math(AnswerArguments):
         """Compare the answers; an error where the reference holds nothing to compare, or math-verify raises."""
         expected, given = (
             found._replace(text=as_latex(found.text))
-            for found in (final_answer(answer), final_answer(self.said_in(completion)))
+            for found in (final_answer(answer), final_answer(self.counted_part(completion)))
         )
         if _LIST.fullmatch(expected.text) and plain_number(expected.text) is None and plain_number(given.text):
             given = given._replace(text=given.text.replace(",", ", "))

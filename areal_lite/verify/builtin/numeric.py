@@ -101,7 +101,7 @@ class numeric(AnswerArguments):
     @any_reference
     def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
         """Compare the numbers; a `ValueError` where the reference has none, no fault of the completion's."""
-        texts = answer, self.said_in(completion)
+        texts = answer, self.counted_part(completion)
         expected, given = (read_numbers(as_latex(final_answer(text).text)) for text in texts)
         if not expected:
             raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")

@@ -10,7 +10,7 @@ from typing import Any
 from areal_lite.verify.builtin.numeric import NUMBER, value_of
 
 _CLOCK = re.compile(r"(\d{1,2}:0\d|\d{1,2}:\d\d(?=[ap]m))([ap]m)?")
-"""A time of day: nobody writes a ratio so, and 12:00 would be 12/0."""
+"""A time of day: ratios are not written so, and 12:00 would be 12/0."""
 _UNIT = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,}))(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
 )

@@ -39,7 +39,7 @@ def read_tests(
 
     Args:
         tests: `[{"input", "output", ...}]`, or `{"inputs": [...], "outputs": [...], "fn_name": ...}`; either as JSON.
-        metadata: A mapping, or the same as JSON; anything else says nothing.
+        metadata: A mapping, or the same as JSON; anything else is ignored.
 
     Raises:
         ValueError: The tests have another form, or a call has no function.

@@ -30,7 +30,7 @@ class CandidateEnded(Exception):
 
 
 ENDED = CandidateEnded.__name__
-"""How the words on such a case begin."""
+"""How the trouble of such a case begins."""
 
 
 def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
@@ -90,7 +90,7 @@ def decode(packed: Any, objects: Any) -> Any:
 
 
 def serve(channel: socket.socket, source: str) -> None:
-    """Run a program's definitions, then answer what is asked until the tests hang up."""
+    """Run a program's definitions, then answer requests until the tests hang up."""
     names: dict[str, Any] = {"__name__": "candidate"}
     objects: dict[int, Any] = {0: names}
     failed: BaseException | None = None

@@ -24,7 +24,7 @@ class reward_model(Arguments):
     Only differences between completions of one prompt mean something. Prompts are as the policy saw them, chat template
     included.
 
-    A verifier is not told why a completion ended: one that was cut off at the token limit gets its end of sequence
+    A verifier does not know why a completion ended: one that was cut off at the token limit gets its end of sequence
     too, and is scored as if it had ended there (`objective.overlong_buffer` and `mask_truncated` are what length is
     charged with). A text that fills the model's context is scored without one.
 

@@ -1,7 +1,7 @@
-"""Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
+"""Runs a program that is not trusted: in bubblewrap, or, if the recipe asks for it, in a plain process with limits.
 
-docs/verifiers.md says what each kind contains and what it does not. Every program gets limits of its own, which it sets
-itself (`inside.py`). Linux only.
+docs/verifiers.md lists what each kind contains and what it does not. Every program sets limits of its own on itself
+(`inside.py`). Linux only.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
         return "plain" if wanted == "plain" else "bubblewrap"
     if wanted == "bubblewrap":
         raise VerifierError(
-            f"bubblewrap must work here, it says: {trouble}; install it (apt-get install bubblewrap) and allow user "
+            f"bubblewrap must work here, got: {trouble}. Fix: install it (apt-get install bubblewrap) and allow user "
             "namespaces, or write `sandbox: plain` to run a model's programs without a sandbox"
         )
     return "plain"
@@ -138,7 +138,7 @@ def _bubblewrap(folder: Path, *, disk_mb: int) -> list[str]:
 
 @functools.cache
 def system_view() -> tuple[str, ...]:
-    """Return bubblewrap's arguments for a view of the system's programs and the interpreter, and of nobody's files."""
+    """Return bubblewrap's arguments for a view of the system's programs and the interpreter, and of no user's files."""
     command = ["--ro-bind", "/usr", "/usr"]
     for place in ("/bin", "/lib", "/lib32", "/lib64", "/sbin"):
         command += ["--ro-bind-try", place, place]
@@ -155,7 +155,7 @@ def system_view() -> tuple[str, ...]:
 def sweeping() -> Iterator[None]:
     """Kill whatever was started within the block, and wait until it is gone, daemons included.
 
-    A daemon leaves its parents, and what bubblewrap held together dies a moment behind it. As their subreaper,
+    A daemon leaves its parents, and what bubblewrap held together dies a moment after it. As their subreaper,
     this process gets both as children. Nothing else may start processes from this one meanwhile.
     """
     adopt_orphans()

@@ -38,7 +38,7 @@ class last_number(Arguments):
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the last number behind the last `#`, or of the whole text where there is no `#`.
+    """Return the last number after the last `#`, or of the whole text where there is no `#`.
 
     Example:
         >>> final_number("7+25=32;32+13=45#45"), final_number("so 1,234 in all."), final_number("45#")
@@ -126,7 +126,7 @@ class multiple_choice(AnswerArguments):
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
         letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
-        answer, given = (plain_text(answer_text(text)) for text in (answer, self.said_in(completion)))
+        answer, given = (plain_text(answer_text(text)) for text in (answer, self.counted_part(completion)))
         expected, found = (
             _named_choice(text, letters, texts) or _stated_choice(text, letters) for text in (answer, given)
         )
@@ -148,7 +148,7 @@ def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None
 def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return what finds statements, and what finds mentions, of a letter."""
     either = f"{letters}{letters.lower()}"
-    # "the answer is a number" states no choice: a bare small letter needs an end behind it.
+    # "the answer is a number" states no choice: a bare small letter needs an end after it.
     bare = rf"[{letters}](?![\w'])|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
     word = r"(?i:answer(?:\s+is)?|choice(?:\s+is)?|option(?:\s+is)?|correct\s+is)"
     wrapped = rf"\\text(?:bf)?\{{\s*\(?([{either}])\)?\s*\}}"
