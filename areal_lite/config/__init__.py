@@ -1,1 +1,1 @@
-"""Everything a recipe can say: its sections, presets, checks, and how files and functions that it names are found."""
+"""A recipe: its sections, presets and checks, and how the files and functions that it names are found."""

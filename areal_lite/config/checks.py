@@ -1,8 +1,8 @@
 """Checks that compare sections of a recipe with each other, or with the machines it is to run on. Pure.
 
 They run whenever a recipe is parsed, so that all commands refuse the same recipe with the same sentence. A rule about
-one section alone stands in that section. What a recipe refers to, such as files and functions, is compared with it by
-`launch/run/recipe_check.py`.
+one section is part of that section. `launch/run/recipe_check.py` compares a recipe with the files and functions that it
+names.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def recipe_problems(config: "Config") -> Iterable[str]:
 
 
 def _batch_problems(config: "Config") -> Iterable[str]:
-    """Of how a step's samples are compared and divided."""
+    """How the samples of a step are compared and divided."""
     queue, samples = config.queue, config.samples_per_step
     minibatches, ranks = config.trainer.minibatches, config.trainer.row_ranks
     if samples % minibatches:
@@ -70,7 +70,7 @@ def _batch_problems(config: "Config") -> Iterable[str]:
 
 
 def _timeout_problems(config: "Config") -> Iterable[str]:
-    """Of deadlines, of which one must come first, that which finds who is late."""
+    """Time limits that must end first, because they name the stuck process."""
     turn_s, stall_s = config.rollout.turn_timeout_s, config.run.stall_timeout_s
     limit_s = config.trainer.collective_timeout_s
     chosen = {config.rollout.workflow, *(source.workflow or "single_turn" for source in config.data.sources.values())}
@@ -87,7 +87,7 @@ def _timeout_problems(config: "Config") -> Iterable[str]:
 
 
 def _precision_problems(config: "Config") -> Iterable[str]:
-    """Of limits that nobody has calibrated."""
+    """Engines in a precision whose parity limit was never measured."""
     unknown = [one for one in config.rollout.reduced_precision if "fp8" not in one]
     if unknown and config.weights.parity_limit == "auto" and config.weights.parity_every:
         yield (

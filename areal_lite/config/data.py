@@ -46,7 +46,7 @@ class ArithConfig(Section):
     max_value: int = Field(99, ge=1)
     """largest number in a chain"""
     minus_share: float = Field(0.5, ge=0, le=1)
-    """share of minus signs, where the total allows one"""
+    """share of minus signs, if the total allows one"""
     train_size: int = Field(8192, ge=1)
     """training problems"""
     eval_size: int = Field(256, ge=1)
@@ -91,7 +91,7 @@ class FilterConfig(Section):
     def _problems(self) -> Iterable[str]:
         for column, (low, high) in self.ranges.items():
             if low > high:
-                yield f"{HERE}.ranges.{column} must be [lowest, highest], got [{low:g}, {high:g}]: turn it round"
+                yield f"{HERE}.ranges.{column} must be [lowest, highest], got [{low:g}, {high:g}]: swap them"
 
 
 class SourceConfig(Section):
@@ -120,7 +120,7 @@ class SourceConfig(Section):
     system: str | None = None
     """system message before each chat that has none"""
     tools: list[str] = []
-    """functions that the chat template tells the model of, as it does of tools: signatures and docstrings"""
+    """functions that the chat template describes to the model as tools, by signature and docstring"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""
     verifier: str | None = None
@@ -152,7 +152,7 @@ class SourceConfig(Section):
         elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
         if "{prompt}" not in self.template:
-            yield f"{HERE}.template must say where the prompt goes, got {self.template!r:.80}: add {{prompt}} there"
+            yield f"{HERE}.template must contain {{prompt}}, got {self.template!r:.80}: add it where the prompt goes"
         first = {old: new for new, old in reversed(self.columns.items())}
         for new, old in self.columns.items():
             if new in RESERVED_COLUMNS:

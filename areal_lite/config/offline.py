@@ -124,7 +124,7 @@ class OfflineConfig(Section):
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype behind `auto`."""
+        """The dtype that `auto` resolves to."""
         return self.model.dtype_on(self.run.device)
 
     def _problems(self) -> Iterable[str]:

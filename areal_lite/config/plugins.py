@@ -1,7 +1,7 @@
-"""Functions that a recipe names: verifiers, workflows, environments. Called where they run, not where recipes are read.
+"""Find functions that a recipe names: verifiers, workflows, sources, losses, cluster kinds.
 
-An entry point gives a function a name, so that any installed package can bring its own; ours are found in the same way.
-A verifier may be a pydantic model, whose fields are then its arguments.
+An entry point gives a function a name, so that any installed package can add its own; the shipped ones use the same
+mechanism. A verifier may be a pydantic model, whose fields are then its arguments.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ PLUGIN_GROUPS = {
     "loss function": "areal_lite.loss_functions",
     "advantage function": "areal_lite.advantage_functions",
 }
-"""What can be named, and the entry-point group that holds its names."""
+"""Kinds of functions, and the entry-point group of each."""
 PICKLE = ".pkl"
-"""Ends the name of a function that was written to a file of its own."""
+"""Suffix of a function that was pickled to a file."""
 
 
 def known_names(kind: str) -> list[str]:
-    """Return the names that need no module, of a kind in `PLUGIN_GROUPS`, sorted."""
+    """Return the names of a kind's entry points, sorted."""
     return sorted({entry.name for entry in entry_points(group=PLUGIN_GROUPS.get(kind, ""))})
 
 
@@ -65,7 +65,7 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
 
 
 def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
-    """Yield a sentence where the value of a setting cannot be the name of a function; None names none."""
+    """Yield a sentence if the value of a setting cannot name a function; None is fine."""
     try:
         _ = name is None or split_name(name, kind=kind)
     except PluginError as error:
@@ -73,7 +73,7 @@ def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
 
 
 def with_a_colon(name: str) -> list[str]:
-    """Return what `module.function` was meant to be; nothing for a name of another form."""
+    """Return `module:function` for `module.function`; nothing for a name of another form."""
     module, _, function = name.rpartition(".")
     is_one = ":" not in name and module and function.isidentifier() and function not in ("py", "yaml", "yml")
     return [f"{module}:{function}"] if is_one else []
@@ -123,7 +123,7 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
 
 
 def arguments_model(name: str, *, kind: str) -> "type[BaseModel] | None":
-    """Return what a name stands for where that is a model of its arguments; a user's own code runs in workers alone."""
+    """Return the model of a known name's arguments, if it has one; a user's own code is not imported here."""
     function: Any = find_function(name, kind=kind) if name in known_names(kind) else None
     return function if hasattr(function, "model_fields") else None
 
@@ -163,7 +163,7 @@ def _load_file(path: Path) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    # Behind everything else, so that the file can import its neighbours but they cannot shadow a library.
+    # At the end, so that the file can import its neighbours but they cannot shadow a library.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"_plugin_{path.stem}", path)

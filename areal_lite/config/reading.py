@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
         seen = set[str]()
         for key, _ in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -84,9 +84,9 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
 
 
 def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
-    """Read a YAML file that must be a mapping, `holding` says of what; a `ConfigError` where it cannot be read so.
+    """Read a YAML file that holds a mapping; a `ConfigError` if it does not. `holding` describes it, for the message.
 
-    Where it is the `config.json` of a run, it is JSON: YAML would take its 1e-05 for a text.
+    A run's `config.json` is read as JSON: YAML would read its 1e-05 as a text.
     """
     try:
         raw = (json.loads if path.suffix == ".json" else _load)(path.read_text()) or {}
@@ -98,7 +98,7 @@ def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split `section.field=value`, whose value is YAML; a `ConfigError` where it has another form."""
+    """Split `section.field=value`, whose value is YAML; a `ConfigError` for any other form."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"an override is section.field=value, got {text!r}")
@@ -109,7 +109,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set `section.field` of an unchecked recipe; a `ConfigError` where the key reaches into a value."""
+    """Set `section.field` of an unchecked recipe; a `ConfigError` if a parent is no section."""
     *parents, last = key.split(".")
     for parent in parents:
         if raw.get(parent) is None:

@@ -51,7 +51,7 @@ class Config(Section):
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype behind `auto`."""
+        """The dtype that `auto` resolves to."""
         return self.model.dtype_on(self.run.device)
 
     def parity_limit(self, *, is_mixture: bool = False) -> float:

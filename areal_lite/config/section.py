@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 from areal_lite.errors import ConfigError
 
 HERE = "<here>"
-"""Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
+"""Placeholder in a section's messages for its place in the recipe, such as `data.mix.easy`."""
 
 
 class Refers(Enum):
@@ -24,7 +24,7 @@ class Refers(Enum):
     MODEL = "folder"
     """Of a model, or of the run that made it."""
     ARGUMENTS = "arguments"
-    """Whatever the `function` beside it says of them."""
+    """Arguments of the `function` beside it, whose model marks them."""
     NOTHING = "nothing"
     """A text may look like a function, and is none."""
 
@@ -43,17 +43,17 @@ class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use
 
 
 class Arguments(_Settings, strict=True):
-    """A verifier with its arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
+    """A verifier with its arguments, the fields that a recipe sets in `verifier.arguments`.
 
-    Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity. What a field means stands in
-    a docstring below it.
+    Frozen and strict: no unknown names, no number for a text, no boolean for a number, no infinity. A docstring below
+    each field describes it.
     """
 
 
 class Section(_Settings, coerce_numbers_to_str=True):
     """Frozen, unknown keys forbidden, numbers finite; an empty section has its defaults.
 
-    What a setting means (unit, range) is said under it: `check-config` shows it.
+    A docstring below each setting describes it (unit, range); `check-config` prints it.
     """
 
     _fill_empty = model_validator(mode="before")(lambda value: {} if value is None else value)
@@ -65,7 +65,7 @@ class Section(_Settings, coerce_numbers_to_str=True):
         return self
 
     def _problems(self) -> Iterable[str]:
-        """Yield a sentence (setting, value, what to do) for each combination of settings that makes no sense."""
+        """Yield a sentence (setting, value, what to do) for each impossible combination of settings."""
         return ()
 
     def unread(

@@ -10,7 +10,7 @@ from areal_lite.config.section import HERE, ModelFolder, OwnName, Refers, Sectio
 from areal_lite.network import port_range
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
-"""What a recipe's `command` says, and what one types; a recipe may say the latter too."""
+"""Values of a recipe's `command`, and the commands of areal-lite; a recipe may hold either."""
 BUILT_IN = "builtin:arith"
 """The `model.path` of the tiny model that a run makes itself."""
 
@@ -35,14 +35,14 @@ class RunConfig(Section):
     checkpoint_every_minutes: float = Field(10.0, ge=0)
     """minutes after which a step ends with a checkpoint as well; 0 = none by time; the end and Ctrl-C save anyway"""
     checkpoint_beside: bool = False
-    """write checkpoints beside the steps that follow, which wait for a copy of weights and moments alone: it takes as
-    much of the host's memory as these do; the last one is waited for"""
+    """write checkpoints in the background: steps wait only until weights and moments are copied, which doubles their
+    host memory"""
     keep_checkpoints: int = Field(2, ge=1)
     """newest checkpoints kept on disk"""
     report: bool = True
     """write report.html at the end; areal-lite report makes it at any time"""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """where else figures, samples and recipe are shown, through packages of their own"""
+    """trackers that also get figures, samples and recipe; each needs its own package"""
     log_samples: int = Field(2, ge=0)
     """groups of each batch written to samples.jsonl"""
     stall_timeout_s: float = Field(120.0, gt=0)
@@ -50,26 +50,26 @@ class RunConfig(Section):
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that actors may take to start"""
     max_worker_restarts: int = Field(3, ge=0)
-    """times that one rollout or verifier worker is started again after its process or engine died, counted anew after
-    an hour of work; 0 = it stays lost"""
+    """restarts of one rollout or verifier worker whose process or engine died; the count starts over after an hour of
+    work; 0 = none"""
     max_restarts: int = Field(3, ge=0)
-    """times that the run goes back to its last checkpoint by itself, with a new queue and new ranks, before it has made
-    another one, after a rank died, a queue that left no copy, or nothing moved for stall_timeout_s; 0 = it ends"""
+    """returns to the last checkpoint, with a new queue and new ranks, before another one is written: after a rank died,
+    the queue was lost, or nothing moved for stall_timeout_s; 0 = the run ends"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
     save_deadline_s: float = Field(30.0, gt=0)
-    """seconds that the step under way may take to end after SIGTERM, SIGHUP or SIGUSR1; one that is late is given up"""
+    """seconds that the current step may take to finish after SIGTERM, SIGHUP or SIGUSR1 before it is abandoned"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where engines and trainer ranks compute"""
     network: str | None = None
-    """of several nodes: subnet, interface, or an address that each looks up the route to; null = that of Ray's head"""
+    """several nodes: the subnet, interface, or address whose route they use; null = the route to Ray's head"""
     ports: str = "20000-21999"
-    """the ports that queue and trainer listen on; gloo, NCCL and Ray choose further ones"""
+    """ports that queue and trainer listen on; gloo, NCCL and Ray choose others"""
     env: Annotated[dict[str, str | None], Refers.NOTHING] = {}
     """environment variables of every process of the run; a secret by name alone, e.g. {WANDB_API_KEY: null}: it keeps
     the value it has where the processes start"""
     preflight: bool = True
-    """look at every node first, where there are several; areal-lite doctor --cluster does it at any time"""
+    """check every node first, if there are several; as areal-lite doctor --cluster does"""
     min_bandwidth_mb_s: float = Field(10.0, ge=0)
     """MB/s that an all-reduce and a broadcast must reach in preflight; 0 = any"""
     prometheus_port: int | None = Field(None, ge=1, le=65535)
@@ -131,13 +131,13 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
     chat_arguments: dict[str, Any] = {}
-    """what the model's chat template is given beside the messages, e.g. {enable_thinking: false}"""
+    """arguments of the model's chat template, e.g. {enable_thinking: false}"""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of the weights in model/, what a run leaves to load; auto = the one in which the model came"""
+    """dtype of the exported weights in model/; auto = the dtype of the initial model"""
     warm_start: WarmStartConfig = WarmStartConfig()
 
     def dtype_on(self, device: str) -> str:
-        """Return the dtype behind `auto`."""
+        """Return the dtype that `auto` resolves to."""
         automatic = "float32" if device == "cpu" else "bfloat16"
         return automatic if self.compute_dtype == "auto" else self.compute_dtype
 
@@ -161,7 +161,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """sampling temperature; the trainer applies the same"""
     max_new_tokens: int = Field(128, ge=1)
-    """completion tokens at most, an environment's replies in between included"""
+    """largest number of completion tokens, replies of an environment included"""
     workflow: str = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
     workflow_arguments: dict[str, Any] = {}
@@ -171,25 +171,25 @@ class RolloutConfig(Section):
     workflow_command: str | None = None
     """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
     command_memory_mb: int = Field(4096, ge=1)
-    """MiB that each process of workflow_command may take"""
+    """memory limit in MiB of each process of workflow_command"""
     command_sandbox: bool = False
-    """run workflow_command in bubblewrap: it sees the system, Python and the working folder, may write none of them,
-    and reaches nothing but the model"""
+    """run workflow_command in bubblewrap: it reads the system, Python and the working folder, writes nothing, and
+    reaches only the model"""
     tool_parser: str | None = None
     """how an agent's model calls tools: one of vLLM's tool parsers, such as hermes, or module:function, see
     docs/agents.md"""
     reasoning_parser: str | None = None
-    """how an agent's model thinks aloud: one of vLLM's reasoning parsers, such as qwen3"""
+    """how an agent's model writes its reasoning: one of vLLM's reasoning parsers, such as qwen3"""
     serve_unconstrained: bool = False
-    """answer agents that ask for another temperature, a forced tool call or a JSON schema as if they had not, and count
-    such calls; false = refuse them"""
+    """serve requests for another temperature, a forced tool call or a JSON schema without that constraint, and count
+    them; false = refuse them"""
     turn_timeout_s: float = Field(10.0, gt=0)
-    """seconds an environment may take for one reply"""
+    """time limit in seconds of one reply of an environment"""
     slots: int = Field(64, ge=1)
-    """samples an engine decodes at once; the worker keeps them filled"""
+    """samples that an engine decodes at once"""
     max_episodes: int | None = Field(None, ge=1)
-    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots, and 8 of
-    workflow_command, which is a process each"""
+    """largest number of samples of a worker, including those that wait for an environment; null = 16 times slots, or 8
+    with workflow_command, which takes a process each"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)
@@ -197,7 +197,7 @@ class RolloutConfig(Section):
     kv_cache_mb: int = Field(256, ge=16)
     """key-value cache of one engine in MiB (cpu)"""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
-    """GPU memory an engine may take (cuda)"""
+    """share of a GPU's memory that an engine may use (cuda)"""
     engine_arguments: dict[str, Any] = {}
     """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
     replay_routes: bool = False
@@ -237,7 +237,7 @@ class QueueConfig(Section):
     max_staleness: int = Field(4, ge=0)
     """eta: largest age a token may have and still train; 0 = synchronous"""
     on_stale: Literal["mask", "wait", "drop", "keep"] = "mask"
-    """what enforces the bound when a batch is taken; keep = nothing, older tokens train with their weight"""
+    """how the bound is enforced when a batch is taken; keep = not at all: older tokens train with their weight"""
     max_ahead: int | None = Field(None, ge=0)
     """batches generated ahead of the one in training; null = max_staleness, and at most that"""
     groups_per_step: int = Field(16, ge=1)
@@ -249,7 +249,7 @@ class QueueConfig(Section):
     max_attempts: int = Field(3, ge=1)
     """attempts at a prompt before it counts as failed(too_slow); lost workers before failed(crashes_workers)"""
     lease_timeout_s: float = Field(10.0, gt=0)
-    """seconds without a heartbeat after which work is lent anew"""
+    """seconds without a heartbeat after which work is given to another worker"""
     max_message_mb: int = Field(32, ge=1)
     """largest message accepted, in MiB"""
 
@@ -312,7 +312,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(4096, ge=1)
     """tokens of one forward pass at most, padding too"""
     packing: bool = False
-    """rows of a pass one behind another, without padding; for flash_attention_2"""
+    """concatenate the rows of a pass instead of padding them; for flash_attention_2"""
     lr: float = Field(1e-4, gt=0)
     """peak learning rate of AdamW"""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -376,9 +376,9 @@ class WeightsConfig(Section):
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
     """gloo = CPU; nccl = GPUs; ipc = GPUs that an engine and a rank share"""
     timeout_s: float = Field(30.0, gt=0)
-    """seconds one transfer may take before its engine is given up"""
+    """time limit in seconds of one transfer; an engine that exceeds it is replaced"""
     join_timeout_s: float = Field(30.0, gt=0)
-    """seconds engines may take to join the transfer; those that do not are given up"""
+    """time limit in seconds for engines to join the transfer group; those that exceed it are replaced"""
     parity_every: int = Field(20, ge=0)
     """publications between logprob parity checks, after that of the first; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"

@@ -25,7 +25,7 @@ class VerifierSettings(Section):
     memory_mb: int = Field(1024, ge=16)
     """memory in MiB that a process, and each that it starts, may take beyond what it took when ready"""
     unavailable_s: float = Field(90.0, ge=0)
-    """seconds for which a service that does not answer is asked again, with growing pauses"""
+    """seconds to retry a service that does not answer, with growing pauses"""
     max_failure_share: float = Field(0.5, ge=0, le=1)
     """share of failures in the last 50 calls above which the run stops; 1 = never"""
 
@@ -42,7 +42,7 @@ class VerifierConfig(VerifierSettings):
     workers: int = Field(1, ge=1)
     """verifier workers"""
     skip_special_tokens: bool = False
-    """leave special tokens out of the text of completions; false = only those that begin, end or fill up a sequence"""
+    """remove all special tokens from the text of completions; false = only BOS, EOS and padding"""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -51,7 +51,7 @@ class VerifierConfig(VerifierSettings):
 
     @property
     def choosable(self) -> set[str]:
-        """What a row's column `verifier` may say: the recipe's own names, and those that need no module."""
+        """Names that a row's column `verifier` may hold: the recipe's own and those of entry points."""
         return {*self.named, *known_names("verifier")}
 
     def settings_of(self, name: str) -> VerifierSettings:

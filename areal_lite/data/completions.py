@@ -5,8 +5,8 @@ Every trainer rank loads them, so which rows are held out depends on the data al
 Prompt and completion are tokenised apart: that is the boundary that generation has. (One text tokenised as a whole may
 merge characters across it, into tokens that sampling would never meet there.)
 
-A completion ends in exactly one end-of-sequence token, where generation stops: a plain text gets one, and what a chat
-template writes behind its own is left out.
+A completion ends with exactly one end-of-sequence token, where generation stops: a plain text gets one, and what a chat
+template writes after its own is left out.
 """
 
 import functools
@@ -54,7 +54,7 @@ class OfflineData:
         return functools.reduce(lambda before, row: zlib.crc32(repr(row).encode(), before), self.train, 0)
 
     def check(self, checkpoint: Path) -> None:
-        """Raise a `CheckpointError` where a checkpoint says that it was trained on other rows."""
+        """Raise a `CheckpointError` if a checkpoint was trained on other rows."""
         meta = json.loads((checkpoint / "trainer" / "meta.json").read_text())
         if (saved := meta.get("coefficients", {}).get("data", self.checksum)) != self.checksum:
             raise CheckpointError(

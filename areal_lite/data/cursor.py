@@ -1,10 +1,10 @@
-"""The seeded, resumable walk over a source's training prompts: a shuffle for each epoch, and a preference within it.
+"""A seeded, resumable iterator over training prompts: a shuffle per epoch, and a curriculum within it.
 
-Of several sources (`data.mix`) each is walked so, and gets its share of every stretch of the run.
+With several sources (`data.mix`) each has its own, and gets its share of the prompts at any time.
 
-With `data.curriculum`, prompts are preferred that are neither too easy nor too hard for the policy as it is: a prompt's
-pass rate p is observed whenever a group of it is scored, and its variance p (1 - p) is largest at 1/2: that is where
-samples differ, and a group can teach something. What nobody has seen counts as 1/2.
+With `data.curriculum`, prompts that are neither too easy nor too hard for the current policy come first. A prompt's
+pass rate p is observed whenever one of its groups is scored. Its variance p (1 - p) is largest at 1/2, where samples
+differ and a group can teach something. An unseen prompt counts as 1/2.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class PromptCursor:
         Args:
             prompts: At least one, else a `DataError`.
             source: First part of every prompt id, `source/epoch/index`; without a slash.
-            seed: Of the shuffles, and of the draws that say which prompts are picked.
+            seed: Of the shuffles, and of the draws between curriculum and plain shuffle.
             strength: Share of the prompts that the curriculum picks, 0..1; 0 = the plain shuffle.
             candidates: Prompts compared for each pick.
             memory: Weight of the past in a prompt's observed pass rate, 0..1.
@@ -157,7 +157,7 @@ class PromptCursor:
 
 
 class MixedCursor:
-    """Takes the next prompt from the source that is furthest behind its share.
+    """Takes the next prompt from the source that lags most behind its share.
 
     Not drawn by lot: in every stretch of the run, a batch among them, each source then has its share to within about
     one prompt, so that batches do not differ by chance in what they are about, and a source of small weight is never
@@ -170,7 +170,7 @@ class MixedCursor:
         self._num_given = dict.fromkeys(cursors, 0)
 
     def next(self) -> Prompt:
-        """Return the next prompt; of sources equally far behind the first in the recipe gives it."""
+        """Return the next prompt; the recipe's order breaks ties between sources."""
         total_weight, number = sum(self._weights.values()), sum(self._num_given.values()) + 1
         name = max(self._cursors, key=lambda name: self._weights[name] * number / total_weight - self._num_given[name])
         self._num_given[name] += 1
@@ -221,7 +221,7 @@ Cursor = PromptCursor | MixedCursor
 
 
 def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Cursor:
-    """Build the walk over the training prompts, given by the source's name, that a recipe asks for."""
+    """Build the iterator over the training prompts (by source) that a recipe asks for."""
     seed, strength = config.run.seed, config.data.curriculum
     cursors = {
         name: PromptCursor(of_source, source=name, seed=seed, strength=strength) for name, of_source in prompts.items()

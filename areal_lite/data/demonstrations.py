@@ -1,4 +1,4 @@
-"""What the built-in model is shown before a run: worked tasks of every source of the recipe that has some.
+"""Worked tasks that the built-in model learns before a run, of every source of the recipe that has some.
 
 Chained sums are worked out, more or less carefully; other sources bring a demonstration with each task, files none.
 """
@@ -32,7 +32,7 @@ class Demonstration:
     prompt: str
     """Inside the source's template, as in training."""
     turns: tuple[tuple[bool, str], ...]
-    """Texts behind the prompt, each with whether it is the model's own, and not its environment's."""
+    """Texts after the prompt, each with True if the model writes it, False if its environment does."""
     content: Mapping[str, Any]
     """All that makes it another demonstration than others, as JSON."""
 
@@ -68,10 +68,10 @@ def alphabet(config: Config | OfflineConfig) -> str:
 
 
 def turn_examples(shown: Sequence[Demonstration], tokenizer: Tokenizer) -> list[Example]:
-    """Make one example of each of the model's turns, behind all that came before it.
+    """Make one example of each of the model's turns; all earlier turns are its prompt.
 
-    So only the model's own words are learned, and behind them the end-of-sequence token that generation stops at; an
-    environment's reply follows that token as plain text, as it does in an episode.
+    So the model learns only its own words and the end-of-sequence token after them, where generation stops. A reply of
+    the environment follows that token as plain text, as in an episode.
     """
     texts = [(text, item.origin) for item in shown for text in (item.prompt, *(text for _, text in item.turns))]
     ids = iter(encode_texts([text for text, _ in texts], origins=[origin for _, origin in texts], tokenizer=tokenizer))

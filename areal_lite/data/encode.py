@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
-    """Load the tokenizer of a model's folder; its chat template gets what the recipe says in `model.chat_arguments`.
+    """Load the tokenizer of a model's folder; `model.chat_arguments` are passed to its chat template.
 
     Raises:
         ConfigError: The folder has none, or one that cannot be read.
@@ -39,7 +39,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     import transformers
 
     settings: Any = None
-    with contextlib.suppress(OSError, ValueError):  # `AutoTokenizer` says what is wrong
+    with contextlib.suppress(OSError, ValueError):  # `AutoTokenizer` reports what is wrong
         settings = json.loads((Path(folder) / "tokenizer_config.json").read_text())
     if (
         isinstance(settings, dict)
@@ -53,8 +53,8 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 def decoder(tokenizer: Tokenizer, folder: str | Path, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
     """Return a function that turns a completion's token ids into the text that workflows and verifiers get.
 
-    Special tokens are part of it, as `</think>` may be one, except those that say nothing: the ends of a sequence, also
-    those of `generation_config.json`, its beginning, and padding.
+    Special tokens are part of it, as `</think>` may be one, except BOS, padding, and all end-of-sequence tokens, those
+    of `generation_config.json` included.
 
     Args:
         folder: The model's.
@@ -95,7 +95,7 @@ def encode_texts(
         return []
     try:
         return tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]
-    except Exception:  # the tokenizers library raises nothing narrower, and does not tell which
+    except Exception:  # the tokenizers library raises nothing narrower, and names no text
         encoded = []
         for text, origin in zip(texts, origins, strict=True):
             try:
@@ -126,7 +126,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     where: str = "data",
 ) -> str:
-    """Return a chat as the model's chat template writes it, with what it is told of tools.
+    """Return a chat as the model's chat template writes it, with descriptions of tools.
 
     Raises:
         ConfigError: The model has no chat template.

@@ -112,7 +112,7 @@ def _render(
         if source.system is not None:
             raise ConfigError(f"{where}.system is the first message of a chat, got plain texts: set {where}.chat=true")
         if tools:
-            raise ConfigError(f"{where}.tools are told by a chat template, got plain texts: set {where}.chat=true")
+            raise ConfigError(f"{where}.tools need a chat template, got plain texts: set {where}.chat=true")
         return replace(task, prompt=text)
     messages = list(map(dict, task.messages)) or [{"role": "user", "content": text}]
     if source.system is not None and messages[0]["role"] != "system":

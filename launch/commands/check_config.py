@@ -33,7 +33,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
 
 
 def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:
-    """Render a section as YAML with each field's meaning behind it."""
+    """Render a section as YAML with a comment on each setting."""
     from pydantic import BaseModel
 
     for name, field in type(section).model_fields.items():

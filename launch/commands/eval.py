@@ -99,7 +99,7 @@ def evaluate(config: Config, *, model: str) -> list[Case]:
     """Complete the held-out prompts greedily, and score the completions.
 
     Args:
-        config: Its data, rollout and verifier sections say how.
+        config: Its data, rollout and verifier sections are used.
         model: A model folder, or the folder of a run that has ended.
     """
     check_memory(min(config.caches_mb, config.rollout.kv_cache_mb))
@@ -139,7 +139,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
     from areal_lite.rollout.vllm_engine import VllmEngine
 
     workflows, limit = load_workflows(config), config.rollout.max_new_tokens
-    # Where there is an `eval_function`, it scores every row, whatever its source says.
+    # An `eval_function` scores every row, whatever verifier its source names.
     also = config.data.chosen_verifiers if config.verifier.eval_function is None else ()
     verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
     async with contextlib.AsyncExitStack() as opened:

@@ -73,7 +73,7 @@ def load_rows(config: Config, *, is_alone: bool = False) -> Rows:
         is_alone: Whether the verifier was named beside no recipe: no row chooses one, and texts may be among chats.
 
     Raises:
-        DataError: What a run says of its rows; they may choose a verifier that is not there.
+        DataError: As in a run; rows may also name a verifier that does not exist.
     """
     rows: list[tuple[str, Task]] = []
     for name, source in config.data.sources.items():
@@ -95,8 +95,8 @@ def load_rows(config: Config, *, is_alone: bool = False) -> Rows:
         shown = chain.from_iterable(rendered(part, source, tokenizer, where=where) for part in parts)
         rows += zip((task.prompt for task in tasks), shown, strict=True)
     return [
-        (said, Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row))
-        for index, (said, task) in enumerate(rows)
+        (text, Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row))
+        for index, (text, task) in enumerate(rows)
     ]
 
 
@@ -123,9 +123,9 @@ def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
     if completions is None:
         return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, (_, prompt) in enumerate(rows)]
     by_text: dict[str, list[int]] = defaultdict(list)
-    for index, (said, prompt) in enumerate(rows):
-        for text in {said, prompt.text}:
-            by_text[text].append(index)
+    for index, (text, prompt) in enumerate(rows):
+        for known in {text, prompt.text}:
+            by_text[known].append(index)
     cases = []
     for position, (number, row) in enumerate(_read(completions, option="--completions")):
         where = f"{completions}:{number}"

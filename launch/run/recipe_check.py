@@ -1,7 +1,7 @@
 """A recipe compared with all that it refers to: functions, model, data, packages, memory. Nothing is started.
 
 `train`, `check-config`, `launch` and `doctor` call `check_recipe`, so that they refuse the same fault with the same
-sentence; `train` goes on with what it loaded.
+sentence; `train` then uses what was loaded.
 """
 
 import os

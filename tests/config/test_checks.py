@@ -26,7 +26,7 @@ FAULTS = {
     "own verifier": (
         "train",
         [*OWN[:1], "verifier.function=mine.py:verify"],
-        "the verifier {here}/mine.py:verify must",
+        "the verifier {here}/mine.py:verify",
     ),
     "variable": ("train", [*OWN[:1], "run.env={NO_SUCH_ONE: null}"], "run.env.NO_SUCH_ONE=null keeps the value of"),
     "unknown key": ("train", [*OWN[:1], "trainer.rank=2"], "unknown key trainer.rank; did you mean trainer.ranks?"),

@@ -236,7 +236,7 @@ COMBINATIONS = [
         {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},
         ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
     ),
-    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", "add {prompt} there"]),
+    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", "add it where the prompt goes"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3", "shard=None"]),
     ({"trainer": {"ranks": 4, "mesh": {"shard": 4, "tensor": 2}}}, ["trainer.ranks=4", "shard=4 tensor=2"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
@@ -295,8 +295,8 @@ def test_overrides_replace_the_recipes_values() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("trainer: {lr: 1.0e-3}\ntrainer: {ranks: 2}", "'trainer' stands there twice"),
-        ("queue:\n  max_staleness: 1\n  max_staleness: 2", "'max_staleness' stands there twice"),
+        ("trainer: {lr: 1.0e-3}\ntrainer: {ranks: 2}", "duplicate key 'trainer'"),
+        ("queue:\n  max_staleness: 1\n  max_staleness: 2", "duplicate key 'max_staleness'"),
     ],
 )
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"source": "reasoning_gym", "reasoning_gym": {"dataset": "x", "arguments": {"seed": 3}}},
         ["data.reasoning_gym.arguments must leave out seed, got 3", "set data.reasoning_gym.seed"],
     ),
-    ({**FILE, "filter": {"ranges": {"level": [3, 1]}}}, ["data.filter.ranges.level", "[3, 1]", "turn it round"]),
+    ({**FILE, "filter": {"ranges": {"level": [3, 1]}}}, ["data.filter.ranges.level", "[3, 1]", "swap them"]),
     ({**FILE, "columns": {"answer": "level"}}, ["data.columns.answer", "verifier argument", "'level'"]),
     ({**FILE, "columns": {"gold": "answer"}}, ["data.columns.gold=answer is the prompt or the answer"]),
     ({**FILE, "columns": {"a": "c", "b": "c"}}, ["data.columns.b=c is a second name of one column", "beside 'a'"]),
@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mix": {"a": {}}, "arith": {"max_terms": 3}}, ["data.arith is not read with data.mix"]),
     ({"mix": {"a/b": {}}}, ["a name in data.mix must match pattern '^[A-Za-z0-9_.-]+$'", "'a/b'"]),
     ({"mix": {"a": {"source": "jsonl"}}}, ["data.mix.a.source=jsonl needs data.mix.a.path, got none"]),
-    ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template must say where the prompt goes, got 'x'"]),
+    ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template must contain {prompt}, got 'x'"]),
     ({"mix": {"a": {"arith": {"min_terms": 5}}}}, ["data.mix.a.arith.min_terms", "5 and 4"]),
 ]
 

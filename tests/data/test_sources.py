@@ -406,7 +406,7 @@ def test_a_chat_template_tells_the_model_of_tools(tmp_path: Path) -> None:
     told = json.loads(prompts[0].text.partition("u:")[0])["function"]
     assert (told["name"], told["description"]) == ("price", "Return the price of a fruit.")
     assert told["parameters"]["properties"] == {"fruit": {"type": "string", "description": "Its name."}}
-    with pytest.raises(ConfigError, match=r"data\.tools are told by a chat template.*set data\.chat=true"):
+    with pytest.raises(ConfigError, match=r"data\.tools need a chat template.*set data\.chat=true"):
         load_sources(recipe(data=source | {"chat": False}), tokenizer, "train")
     with pytest.raises(PluginError, match=r"functions with types and a docstring that has Args, got math:sqrt"):
         load_sources(recipe(data=source | {"tools": ["math:sqrt"]}), tokenizer, "train")
