@@ -190,5 +190,5 @@ def test_every_message_that_is_explained_is_one() -> None:
     """Part by part and in order. Seen failing with a message reworded in the code, and with one made up."""
     known = list(texts())
     patterns = {message: ".*".join(map(re.escape, message.split("..."))) for message in messages()}
-    assert len(patterns) >= 20
+    assert len(patterns) >= 15
     assert [one for one, pattern in patterns.items() if not any(re.search(pattern, text) for text in known)] == []
