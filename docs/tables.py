@@ -50,7 +50,7 @@ PLACE = re.compile(r"(<!-- (?P<name>[\w ]+): docs/tables\.py -->\n).*?(<!-- end 
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read what was measured."""
+    """Read a JSON file of results."""
     content: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
     return content
 
@@ -340,7 +340,7 @@ def math_verifier(content: Row) -> str:
 
 
 def scored(pair: Row) -> dict[str, Any]:
-    """Score a pair; an error of the verifier's is put down by its name."""
+    """Score a pair; an error of the verifier becomes its name."""
     from areal_lite.verify.builtin.math import math
 
     try:
@@ -430,7 +430,7 @@ def _fields(names: Iterable[str] | Mapping[str, Sequence[Any]]) -> set[str]:
 
 
 def frameworks(content: Row) -> str:
-    """Return what clients of frameworks did, as `tests/rollout/test_frameworks.py` wrote it down."""
+    """Return the table of framework clients, from the results of `tests/rollout/test_frameworks.py`."""
     lines = [["client", "what to write", "plain", "stream", "tools", "structured output"]]
     for row in content["rows"]:
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
@@ -469,8 +469,8 @@ PICTURES: dict[str, Callable[[Row], None]] = {
 FILE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
 
 
-def take_over(words: Sequence[str]) -> None:
-    """Put what was measured into the JSON files."""
+def copy_results(words: Sequence[str]) -> None:
+    """Copy results into the JSON files."""
     if words == ["score"]:
         pairs = list(map(scored, load("math-verifier")["pairs"]))
         save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
@@ -501,8 +501,8 @@ def take_over(words: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Take over what is named, if anything, and make every table and picture."""
-    take_over(words)
+    """Copy the results that are named, and generate every table and picture."""
+    copy_results(words)
     parts = all_parts()
     for path in pages():
         path.write_text(filled(path.read_text(), parts))

@@ -48,7 +48,9 @@ def test_results_are_copied_into_their_json_files(
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
-    tables.take_over([str(tmp_path / name) for name in ("plan.json", "modes.json", "long.json", "short.json", "run")])
+    tables.copy_results(
+        [str(tmp_path / name) for name in ("plan.json", "modes.json", "long.json", "short.json", "run")]
+    )
     assert tables.load("staleness-ablation")["runs"] == [1]
     peers = {"peers speed, 2, 9, sigma 1", "peers speed, 2, 9 each"}
     assert tables.load("performance").keys() == {"queue", "modes arith_cpu", *peers}
