@@ -124,13 +124,6 @@ def test_json_is_written_whole_or_not_at_all(folder: RunFolder) -> None:
 # --- checkpoints ---
 
 
-def test_the_newest_is_the_one_of_the_highest_step(folder: RunFolder) -> None:
-    """Seen failing with names that are not padded: step-9 after step-10."""
-    for step in (9, 10, 100):
-        checkpoint(folder, step, keep=9)
-    assert folder.newest_checkpoint().name == "step-000100"
-
-
 def test_only_the_newest_are_kept(folder: RunFolder) -> None:
     """Seen failing with `[:keep]`."""
     for step in (1, 2, 3, 4):

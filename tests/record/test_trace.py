@@ -71,18 +71,6 @@ def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
     assert counter["args"] == {"samples": 2}
 
 
-def test_verified_groups_may_overlap_as_well() -> None:
-    """A verifier scores several groups at once. Seen failing with `X` slices, which must nest on one track."""
-    log = [
-        event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
-        event(4.0, "verifier/0", "verify", group_id="b#0", start=2.0, end=4.0),
-    ]
-    trace = trace_of(log)
-    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "b")] == [("a#0", 0.0), ("b#0", 1e6)]
-    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "e")] == [("a#0", 2e6), ("b#0", 3e6)]
-    assert rows_of(trace, "X") == []
-
-
 def test_time_begins_with_the_earliest_event_of_any_lane() -> None:
     """The log is in order by lane only. Seen failing with the first row's time as the beginning: negative times."""
     log = [
