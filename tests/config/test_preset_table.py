@@ -78,7 +78,7 @@ def test_what_the_recipe_says_stands() -> None:
     assert load_config("arith_cpu", ["objective.preset=grpo", "objective.kl_coef=0.01"]).objective.kl_coef == 0.01
 
 
-@pytest.mark.parametrize("preset", TABLE)
+@pytest.mark.parametrize("preset", ["dapo", "ppo"])
 def test_check_config_shows_the_expansion_which_is_the_recipe_again(
     preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,18 +107,6 @@ def test_an_empty_file_is_an_error(tmp_path, content):
         load(tmp_path / "x.jsonl")
 
 
-def test_a_missing_file_is_an_error_with_its_full_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=f"none at {tmp_path}/x.jsonl"):
-        load("x.jsonl")
-
-
-def test_a_column_named_like_a_verifier_argument_is_refused(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"question": "q", "answer": "a", "completion": "c"}\n')
-    with pytest.raises(DataError, match="'completion' has the name of a verifier argument: rename it"):
-        load(tmp_path / "x.jsonl")
-
-
 def test_line_ends_inside_texts_and_a_byte_order_mark_are_no_line_ends(tmp_path):
     """Seen failing with `read_text().splitlines()`, which also splits at U+2028."""
     row = {"question": "a\u2028b", "answer": "1"}
