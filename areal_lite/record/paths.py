@@ -17,7 +17,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import arguments_model, plugin_file
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Refers, Section
-from areal_lite.config.sections import BUILT_IN
+from areal_lite.config.sections import BUILT_IN, SMOLLM2, SMOLLM2_FOLDER
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import damage, whole_checkpoints
 from areal_lite.record.run_files import read_json
@@ -100,7 +100,7 @@ def find_model_folder(path: str | Path, *, option: str, with_weights: bool = Tru
 
     Args:
         path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model; or an
-            id of the hub, `owner/name`, whose files are downloaded into its cache.
+            id of the hub, `owner/name`, whose files are downloaded into its cache; or `builtin:smollm2-135m`.
         option: Where the path was given, for messages.
         with_weights: Also download weights from the hub, and compare those of a run with what was saved, which reads
             them all.
@@ -109,6 +109,13 @@ def find_model_folder(path: str | Path, *, option: str, with_weights: bool = Tru
         ConfigError: It is none of these, the run has no model yet, or its model is damaged.
     """
     folder = Path(path).expanduser().resolve()
+    if str(path) == SMOLLM2:
+        folder = SMOLLM2_FOLDER.resolve()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{option} was not found: expected {path} in {folder}, got nothing. Fix: run `areal-lite model "
+                "smollm2-135m` here"
+            )
     if is_hub_id(str(path)) and str(path).count("/") == 1 and ":" not in str(path):
         folder = _from_hub(str(path), option=option, with_weights=with_weights)
     if (folder / "checkpoints").is_dir():

@@ -29,6 +29,7 @@ COMMANDS = {
     "drill": "drill:drill",
     "check-config": "check_config:check_config",
     "estimate": "estimate:estimate",
+    "model": "model:model",
     "verify": "verify:verify",
     "bench": "bench:bench",
     "report": "report:report",

