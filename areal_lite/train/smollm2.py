@@ -77,9 +77,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**settings))  # as what was read counts as quantised, and would be saved so
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
-    # transformers' reader leaves out that each digit is a token of its own.
+    # transformers' reader leaves out that digits are split off first: "a  1" would have two tokens for its spaces.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.save_pretrained(folder)

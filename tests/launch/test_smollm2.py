@@ -55,7 +55,7 @@ def answers(model_folder: Path, questions: list[str]) -> list[str]:
 
 @pytest.mark.smollm
 def test_the_converted_model_is_the_published_one(folder: Path) -> None:
-    """Right values are those of the published model's own files. Seen failing with transformers' reader alone."""
+    """Right values are those of the published model's files. Seen failing without the digits of the pre-tokenizer."""
     from transformers import AutoTokenizer
 
     made = folder / ".cache/areal-lite/models/smollm2-135m"
@@ -64,6 +64,7 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
     assert {**config, **config["rope_parameters"]}.items() >= known.items()
     assert "quantization_config" not in config
     assert tokenizer.tokenize("12345") == list("12345")
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [1, 2, 2]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -76,10 +77,7 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
 @pytest.mark.smollm
 @pytest.mark.loop
 def test_it_trains_resumes_and_exports(folder: Path) -> None:
-    """Three steps, then two more; what is exported answers in transformers, and in vLLM through `eval`.
-
-    Seen failing with a fourth of the parameters left out of the hand-over.
-    """
+    """Three steps, then two more by an engine that loads what these saved; the export answers in transformers."""
     rows = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(1, 9)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = (
@@ -97,6 +95,3 @@ def test_it_trains_resumes_and_exports(folder: Path) -> None:
         assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < 1e-4
         exported = find_model_folder(run.folder.path, option="run")
         assert answers(exported, ["What is the capital of France?"]) == ["The capital of France is Paris."]
-        evaluation = [AREAL_LITE, "eval", "run"]
-        printed = subprocess.run(evaluation, cwd=folder, check=True, capture_output=True, text=True).stdout
-    assert "mean reward" in printed
