@@ -227,7 +227,7 @@ def test_a_disk_that_is_full_as_a_run_begins_is_a_sentence(stopped: Path, monkey
     [
         ("areal_lite.node.memory_bytes", lambda: 1000 << 20, r"1000 MiB of memory, got 1200 MiB: lower rollout.kv_cac"),
         ("resource.getrlimit", lambda _: (4 << 30, -1), r"got 4096 MiB \(ulimit -v\): type `ulimit -v unlimited`"),
-        ("importlib.util.find_spec", lambda _: None, r"run.trackers=tensorboard needs a package that is not here"),
+        ("importlib.util.find_spec", lambda _: None, r"run.trackers=tensorboard needs a package that is not installed"),
     ],
 )
 def test_what_the_machine_lacks_is_said_before_anything_is_loaded(
