@@ -1,4 +1,4 @@
-"""README and all pages: links, paths, commands and figures hold; the front door stays short."""
+"""README and all pages: links lead somewhere, paths exist, commands parse; the README stays short."""
 
 import ast
 import importlib.util
@@ -34,7 +34,7 @@ PAGES = [
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"(\w+=\S+ |\.venv/bin/)?(areal-lite|make|pip|python|eval|for \w+ in) ")
 SHOWN = ("╭─", "control plane", "outstanding <", "waiting ─►", "admitted =", "verifier worker ──", "loss =", "<tool>")
-"""How blocks begin that are no commands: pictures, formulas, a conversation that test_docs_verifiers.py replays."""
+"""First characters of blocks that are not commands: pictures, formulas, a conversation."""
 COMMAND = re.compile(r"areal-lite ((?:[a-z][a-z-]*)(?: [^`\n#]*)?)")
 
 
@@ -70,15 +70,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @named([page for page in PAGES if page.stem != "log"])
-def test_paths_that_a_page_names_are_there(page: Path) -> None:
-    """Seen failing with `areal_lite/presets.py`. Names without a folder are looked for anywhere in the package."""
+def test_paths_that_a_page_names_exist(page: Path) -> None:
+    """Seen failing with `areal_lite/presets.py`."""
     for path in re.findall(
         r"`((?:areal_lite|actors|launch|tests|docs|examples|docker|benchmarks)/[\w./-]*)`", page.read_text()
     ):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-def test_the_map_names_files_in_their_folders() -> None:
+def test_the_map_names_files_that_exist() -> None:
     """Seen failing with a file in the wrong row."""
     rows = re.findall(
         r"^\| (`(?:areal_lite|actors|launch)/[^|]*)\|[^|]*\|([^|]*)\|$", README.read_text(), flags=re.MULTILINE
@@ -90,14 +90,14 @@ def test_the_map_names_files_in_their_folders() -> None:
 
 
 def typed(page: Path) -> list[str]:
-    """All blocks of a page, those that are set in too, with long lines joined."""
+    """Return all blocks of a page, indented ones too, with continuation lines joined."""
     text = page.read_text().replace("\\\n", " ")
     return [*FENCE.findall(text), *re.findall(r"^ {4}(\S.*)$", text, flags=re.MULTILINE)]
 
 
 @named()
-def test_every_block_of_a_page_is_read(page: Path, tmp_path: Path) -> None:
-    """What no other test runs is parsed: recipes, profiles, rows. Lines are commands, tried below, or known as shown.
+def test_every_block_of_a_page_parses(page: Path, tmp_path: Path) -> None:
+    """Recipes, profiles and rows that no other test runs. Other lines are commands, or begin as in `SHOWN`.
 
     Seen failing with keys misspelt in a recipe, a profile and a row, a Python block elsewhere, and other programs.
     """
@@ -125,8 +125,8 @@ def test_every_block_of_a_page_is_read(page: Path, tmp_path: Path) -> None:
 
 
 @named()
-def test_a_program_that_a_page_types_is_there(page: Path) -> None:
-    """Those of areal-lite are tried below. Seen failing with `vllm serve`, and with areal-lite wanted of an index."""
+def test_a_program_that_a_page_types_exists(page: Path) -> None:
+    """Those of areal-lite are parsed below. Seen failing with `vllm serve`, and with `pip install areal-lite`."""
     lines = [line for block in typed(page) for line in block.splitlines()]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for line in [line for line in lines if re.match(r"(make|pip|python|\.venv/bin/python|vllm) ", line)]:
@@ -154,8 +154,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "words"), commands())
-def test_a_command_of_the_pages_is_one(page: str, words: str) -> None:
-    """It parses, and its recipe is shipped; test_docs_verifiers.py types some. Seen failing with `--repeat`."""
+def test_a_command_of_the_pages_parses(page: str, words: str) -> None:
+    """And its recipe is shipped; test_docs_verifiers.py runs some. Seen failing with `--repeat`."""
     command: Any = typer.main.get_command(app)
     arguments = shlex.split(words)
     while arguments and hasattr(command, "commands") and arguments[0] in command.commands:
@@ -176,7 +176,7 @@ def messages() -> list[str]:
 
 
 def texts() -> Iterator[str]:
-    """Every text of the package, with `...` for what a format fills in."""
+    """Yield every string of the package, with `...` in place of formatted values."""
     for folder in ("areal_lite", "launch", "actors"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
@@ -186,8 +186,8 @@ def texts() -> Iterator[str]:
                     yield node.value
 
 
-def test_every_message_that_is_explained_is_one() -> None:
-    """Part by part and in order. Seen failing with a message reworded in the code, and with one made up."""
+def test_every_explained_message_exists() -> None:
+    """Its parts between `...` occur in one string, in order. Seen failing with a message reworded in the code."""
     known = list(texts())
     patterns = {message: ".*".join(map(re.escape, message.split("..."))) for message in messages()}
     assert len(patterns) >= 15

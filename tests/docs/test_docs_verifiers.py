@@ -1,9 +1,8 @@
-"""Every snippet of the pages of `RUN`, run.
+"""Run every snippet of the pages in `RUN`.
 
-Each block that begins with `# name.ending` is a file of one folder, as the reader would make it. A Python file is
-called on an example here (`CALLS`); a recipe is read by what `check-config` uses, and everything it names is found; a
-line of a shell is typed, with the installed command. A whole training is not typed line by line: `areal-lite train` is
-checked with `check-config`; `test_five_lines.py` runs it, and `test_a_migration_trains`.
+A block that begins with `# name.ending` is a file of one folder, as the reader would make it. Each Python file is
+called on an example (`CALLS`), each recipe is loaded, and each shell line is run with the installed command; `train`
+becomes `check-config`. `test_five_lines.py` and `test_a_migration_trains` train.
 """
 
 import asyncio
