@@ -55,7 +55,7 @@ def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert any("Ray runtime started" in line for line in ray.stdout)
             yield f"http://127.0.0.1:{dashboard}"
         finally:
-            ray.send_signal(2)
+            ray.terminate()  # also where SIGINT is ignored, as in a background job
             ray.wait(60)
 
 
