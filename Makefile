@@ -21,14 +21,14 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 # lanes, which keep two cores busy.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
-FAST := not slow and not frameworks and not examples and not gym and not trackers and not data and not smollm and not browser and not ($(ALONE) or $(RUNS))
+FAST := not slow and not frameworks and not soak and not examples and not gym and not trackers and not data and not smollm and not browser and not ($(ALONE) or $(RUNS))
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: within two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
 # Leaves out only the tests that this machine cannot run, and lists them first, with the reason.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
-	@out=; keep=' and not frameworks'; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
+	@out=; keep=' and not frameworks and not soak'; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
 	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
 	bwrap --ro-bind / / --unshare-all true 2>/dev/null || leave sandbox "bubblewrap is missing or not allowed"; \

@@ -13,10 +13,11 @@ from areal_lite.launch.bench.harness import finish, say
 from areal_lite.launch.drill_checks import are_equal
 from areal_lite.launch.drilled_run import DrilledRun, Outcome
 
-_SETTINGS = (
+SETTINGS = (
     "run.checkpoint_every=1", "run.eval_every=0", "run.report=false", "run.log_samples=1000000",
     "run.stall_timeout_s=20", "run.save_timeout_s=60", "run.max_worker_restarts=1000",
 )  # fmt: skip
+"""Of a run that is drilled."""
 _STEPS, _ENDLESS = 16, 1_000_000
 """Of a run with one fault, more than are admitted without a worker; and of a soak."""
 _LONGEST_PAUSE_S = 20.0
@@ -31,7 +32,7 @@ def drill(
 
     At `queue.max_staleness: 0` an undisturbed run comes first, and the losses of all others must equal its losses.
     """
-    words = ["train", recipe, *_SETTINGS, f"run.steps={_ENDLESS if minutes else _STEPS}", *overrides]
+    words = ["train", recipe, *SETTINGS, f"run.steps={_ENDLESS if minutes else _STEPS}", *overrides]
     config = load_any_config(recipe, words[2:])
     if not isinstance(config, Config) or config.run.dir or config.run.resume or (out.exists() and any(out.iterdir())):
         raise ConfigError(

@@ -57,7 +57,7 @@ class DrilledRun:
         self.problems: list[str] = []
         self.resume_words = ["resume", str(folder)]
         self._words = [*words, f"run.dir={folder}"]
-        self._log = folder.with_name(f"{folder.name}.log")
+        self.log = folder.with_name(f"{folder.name}.log")
         self._known: set[psutil.Process] = set()
         self._resumes = self._rows = 0
         self._stepped_at = 0.0
@@ -75,7 +75,7 @@ class DrilledRun:
     def run_command(self, words: Sequence[str]) -> psutil.Popen:
         """Start an `areal-lite` command; its output goes into this run's log."""
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        with self._log.open("a") as log:
+        with self.log.open("a") as log:
             process = psutil.Popen(
                 [sys.executable, "-m", "areal_lite.launch.commands.main", *words],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
@@ -90,7 +90,7 @@ class DrilledRun:
 
     def printed(self, pattern: str, start: int = 0) -> re.Match[str] | None:
         """Search the output of its commands, from a byte on."""
-        return re.search(pattern, self._log.read_bytes()[start:].decode(errors="replace"))
+        return re.search(pattern, self.log.read_bytes()[start:].decode(errors="replace"))
 
     def wait(self, condition: Callable[[], object], what: str, *, poll_s: float = 0.1) -> None:
         """Wait; a command that ends meanwhile is resumed if it has trained a step.
@@ -110,7 +110,7 @@ class DrilledRun:
                     raise ArealLiteError(f"expected {what}, the command ended with {code}: {self._last_words()}")
                 self._resumes += 1
                 self._start(self.resume_words)
-            if (new := (rows, self._log.stat().st_size)) != seen:
+            if (new := (rows, self.log.stat().st_size)) != seen:
                 seen, since = new, now
             elif now - since > _PATIENCE_S:
                 raise StallError(f"expected {what}, nothing came for {_PATIENCE_S:g} s: {self._last_words()}")
@@ -145,7 +145,7 @@ class DrilledRun:
     def inject_fault(self, name: str) -> None:
         """Inject a fault once there is a step, wait until the run is back, and note the outcome."""
         self.wait(lambda: self._stepped_at and self.num_rows() >= _FIRST_STEP, f"step {_FIRST_STEP}")
-        start, resumes, lost = self._log.stat().st_size, self._resumes, self._num_lost()
+        start, resumes, lost = self.log.stat().st_size, self._resumes, self._num_lost()
         expected, lane_is_back = FAULTS[name](self)
         self.wait(lambda: self.printed(_NOTICED, start) or self.command.poll() is not None, "a message about the fault")
         noticed_at = time.monotonic()
@@ -211,7 +211,7 @@ class DrilledRun:
         return len(self.folder.read("metrics.orphaned.jsonl"))
 
     def _last_words(self) -> str:
-        return " ".join(self._log.read_text(errors="replace").split()[-60:])
+        return " ".join(self.log.read_text(errors="replace").split()[-60:])
 
 
 def _tree(process: psutil.Process) -> list[psutil.Process]:

@@ -30,6 +30,22 @@ def verify(prompt, completion, answer, **_):
 """
 
 
+def wait_for_agent(address: str) -> None:
+    """Wait until a job is accepted: the server answers before the agent that starts jobs has registered."""
+    from ray.job_submission import JobSubmissionClient
+
+    ends_at = time.monotonic() + 120
+    while True:
+        try:
+            JobSubmissionClient(address).submit_job(entrypoint="true")
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > ends_at:
+                raise
+            time.sleep(0.5)
+        else:
+            return
+
+
 @pytest.fixture(scope="module")
 def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray of its own with a dashboard; yields the job server's address."""
@@ -53,7 +69,9 @@ def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         try:
             assert ray.stdout is not None
             assert any("Ray runtime started" in line for line in ray.stdout)
-            yield f"http://127.0.0.1:{dashboard}"
+            address = f"http://127.0.0.1:{dashboard}"
+            wait_for_agent(address)
+            yield address
         finally:
             ray.terminate()  # also where SIGINT is ignored, as in a background job
             ray.wait(60)
