@@ -7,11 +7,12 @@ from pathlib import Path
 from areal_lite.config.data import is_hub_id
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.plugins import plugin_files
+from areal_lite.config.presets import expand_preset
 from areal_lite.config.reading import read_recipe, recipe_folder
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import BUILT_IN, COMMANDS
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.job import Job, find_kind
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import render
 from areal_lite.launch.run.plan import NOWHERE, Node, plan, table
@@ -53,6 +54,13 @@ def problems(job: Job) -> Iterator[str]:
     yield from _folder_problems(job, recipe)
     if command != "eval":  # it has a model of its own
         check_recipe(config, _reach(job, config))
+
+
+def node_problems(job: Job) -> Iterator[str]:
+    """Yield a sentence if a kind without `nodes`, such as local, is to start Ray on several nodes."""
+    kind, nodes = find_kind(job.kind), job.profile.nodes
+    if nodes > 1 and not job.ships and kind.joined(job) is None and not kind.nodes(job):
+        yield f"--on {job.kind} is one machine, got nodes={nodes}: choose a kind that has nodes(), or set nodes: 1"
 
 
 def _reach(job: Job, config: Config | OfflineConfig) -> Reach:
@@ -109,7 +117,7 @@ def _folder_problems(job: Job, recipe: str) -> Iterator[str]:
 
 
 def own_files(recipe: str, job: Job) -> list[Path]:
-    """Return the recipe's file and the plug-in files `path.py:function` that it or an override names.
+    """Return the recipe's file and the plug-in files `path.py:function` that it, its preset or an override names.
 
     A shipped recipe is on every node with the package.
     """
@@ -119,7 +127,7 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     preset = str((raw.get("objective") or {}).get("preset"))
     if preset.endswith((".yaml", ".yml")):
         own.append(Path(preset))
-    return [*own, *sorted(set(map(Path, plugin_files(raw))))]
+    return [*own, *sorted(set(map(Path, plugin_files(expand_preset(raw)))))]
 
 
 def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:

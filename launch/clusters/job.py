@@ -7,12 +7,15 @@ What a kind of cluster does with it is one small class, a `Kind`, found as a plu
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.reading import explained, parse_section, read_yaml
@@ -124,7 +127,7 @@ def job_name(words: Sequence[str]) -> str:
     return re.sub(r"[^a-z0-9-]+", "-", name.lower()).lstrip("-")
 
 
-class Kind(Protocol):
+class Kind(ABC):
     """A kind of cluster. The job's supervisor calls `nodes`, on the head; `areal-lite launch` calls the rest.
 
     A batch system needs a script from `templates/batch.sh`, which runs the supervisor and forwards signals: see
@@ -160,9 +163,11 @@ class Kind(Protocol):
         """Return a sentence per problem with the job's settings for this kind; no cluster needed."""
         return ()
 
+    @abstractmethod
     def submit(self, job: Job) -> str:
         """Start the job, whose artefacts are in `job.files`, and return what the cluster calls it, at once."""
 
+    @abstractmethod
     def status(self, job: Job) -> Status:
         """Look up where it stands."""
 
@@ -170,23 +175,64 @@ class Kind(Protocol):
         """Return the output so far, of the command and of its supervisor."""
         return job.log.read_text(errors="replace") if job.log.is_file() else ""
 
+    @abstractmethod
     def stop(self, job: Job) -> None:
         """Make it save and end on every node; returns at once."""
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return the words in front of a shell command for each node, the head's first.
 
-        Empty when the job does not start Ray itself: the run does, or it is there already.
+        Empty when the job does not start Ray itself: the run does, on one node, or it is there already.
         """
         return {}
 
 
 def find_kind(name: str) -> Kind:
-    """Return a kind by its name, or from `path.py:Class`; a `ConfigError` where there is none."""
+    """Return a kind by its name, or from `path.py:Class`; a `ConfigError` where there is none.
+
+    Its methods raise a `PluginError` where they return something of another type than those of `Kind`.
+    """
     try:
-        return cast(Kind, find_function(name, kind="cluster")())
+        found = find_function(name, kind="cluster")
     except PluginError as error:
         raise ConfigError(str(error)) from error
+    if problems := "; ".join(_kind_problems(found)):
+        raise ConfigError(
+            f"{name} is no kind of cluster: expected a class that extends {Kind.__module__}.Kind, got {problems}. Fix: "
+            "see the example in docs/clusters.md"
+        )
+    kind = cast("type[Kind]", found)()
+    for method in ("ships", "joined", "artefacts", "secrets", "check", "submit", "status", "logs", "nodes"):
+        returns = getattr(Kind, method).__annotations__["return"]
+        setattr(kind, method, _checked(f"{name}, {method}", getattr(kind, method), returns))
+    return kind
+
+
+def _kind_problems(found: Any) -> Iterable[str]:
+    if not (isinstance(found, type) and issubclass(found, Kind)):
+        yield "one that does not" if isinstance(found, type) else f"a {type(found).__name__}"
+        return
+    if missing := sorted(found.__abstractmethods__):
+        yield f"one without {', '.join(missing)}"
+    for name in dir(found):
+        if not hasattr(Kind, name) and (near := get_close_matches(name, dir(Kind), n=1, cutoff=0.8)):
+            yield f"{name}, which nothing calls; did you mean {near[0]}?"
+
+
+def _checked(name: str, method: Callable[[Job], Any], returns: Any) -> Callable[[Job], Any]:
+    """Return the method of a kind with a check of what it returns."""
+
+    def call(job: Job) -> Any:
+        returned = method(job)
+        try:
+            TypeAdapter(returns).validate_python(returned, strict=True)
+        except ValidationError:
+            raise PluginError(
+                f"{name}: expected {formatannotation(returns)}, got {returned!r}. Fix: return that"
+            ) from None
+        return returned
+
+    return call
 
 
 def section_of(name: str) -> str:

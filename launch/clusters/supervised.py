@@ -65,12 +65,6 @@ class Supervised(Kind):
 class Local(Supervised):
     """The command as it is typed; the run starts its own Ray."""
 
-    def check(self, job: Job) -> Sequence[str]:
-        """Check that one machine is enough."""
-        if job.profile.nodes > 1:
-            return [f"--on local is one machine, got nodes={job.profile.nodes}: choose another kind, or set nodes: 1"]
-        return ()
-
 
 class SshSettings(Section):
     """Machines with a name."""

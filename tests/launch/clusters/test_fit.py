@@ -80,11 +80,13 @@ def test_a_command_that_is_none(words: str, message: str) -> None:
 
 
 def test_the_recipe_and_plug_ins_that_are_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with overrides left out."""
+    """Seen failing with overrides left out, and with what a preset's file names."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("rollout: {workflow: flow.py:run}\n")
+    Path("mine.yaml").write_text("rollout: {workflow: flow.py:run}\nobjective: {preset: p.yaml}\n")
+    Path("p.yaml").write_text("objective: {loss_function: loss.py:f}\n")
     job = make_job(words="train mine.yaml verifier.function=v.py:f")
-    assert own_files("mine.yaml", job) == [Path("mine.yaml"), Path("flow.py"), Path("v.py")]
+    own = ["mine.yaml", "p.yaml", "flow.py", "loss.py", "v.py"]
+    assert own_files("mine.yaml", job) == list(map(Path, own))
     assert own_files("arith_cpu", make_job(words="train arith_cpu")) == []
 
 
