@@ -143,7 +143,7 @@ def row_name_problems(config: "Config", kind: str, name: Any, *, place: str, at:
         yield f"{place} a known name, got {name!r}{at}: {to_do}"
     elif name not in known:
         near = suggestion(str(name), known)
-        yield f"{place} one of {', '.join(known)}, got {name!r}{at}{near}: correct it, or add it to {option}"
+        yield f"{place} one of {', '.join(known)}, got {name!r}{at}{near or '.'} Fix: correct it, or add it to {option}"
 
 
 def check_resources(config: "Config | OfflineConfig", *, num_cores: int, num_gpus: int) -> str:

@@ -23,21 +23,37 @@ if TYPE_CHECKING:
 _IMPORT = """
 import json, sys
 from areal_lite.config.plugins import find_function
-for key, name, kind in json.loads(sys.argv[1]):
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import ArealLiteError
+named, loader, raw = json.load(sys.stdin)
+problems = []
+for key, name, kind in named:
     try:
         find_function(name, kind=kind)
-    except ValueError as error:
-        sys.stderr.write(f"\\0{key}: {error}")
+    except ArealLiteError as error:
+        problems.append(f"{key}: {error}")
+if loader and not problems:
+    try:
+        find_function(loader, kind="loader")(parse_config(raw))
+    except ArealLiteError as error:
+        problems.append(str(error))
+sys.stderr.write("".join(f"\\0{problem}" for problem in problems))
 """
 
 
-def check_plugins(config: "Config", *, verifiers_only: bool = False) -> None:
-    """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments."""
-    if problems := list(plugin_problems(config, verifiers_only=verifiers_only)):
+def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str | None = None) -> None:
+    """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments.
+
+    Args:
+        config: The recipe.
+        verifiers_only: The command uses nothing else of it.
+        loader: `module:function` that loads the recipe's workflows and loss function as a run does.
+    """
+    if problems := list(plugin_problems(config, verifiers_only=verifiers_only, loader=loader)):
         raise ConfigError("\n".join(problems))
 
 
-def plugin_problems(config: "Config", *, verifiers_only: bool = False) -> Iterable[str]:
+def plugin_problems(config: "Config", *, verifiers_only: bool = False, loader: str | None = None) -> Iterable[str]:
     """Yield one sentence (key, what is wrong, remedy) per function."""
     verifiers = list(_verifiers(config))
     named = [] if verifiers_only else list(_functions(config))
@@ -49,18 +65,21 @@ def plugin_problems(config: "Config", *, verifiers_only: bool = False) -> Iterab
         for key, name, kind in named
         if isinstance(name, str) and (":" in name or name.endswith(PICKLE) or kind == "reward function")
     ]
-    if own:
-        yield from _import_problems(own, config)
+    is_plain = all(name in (None, "single_turn") for _, name, kind in named if kind in ("workflow", "loss function"))
+    loader = None if is_plain else loader
+    if own or loader:
+        yield from _import_problems(own, loader, config)
     for _, section, one in verifiers:
         yield from _argument_problems(section, one)
 
 
-def _import_problems(named: list[tuple[str, str, str]], config: "Config") -> Iterable[str]:
+def _import_problems(named: list[tuple[str, str, str]], loader: str | None, config: "Config") -> Iterable[str]:
     """Import as the workers will, with `run.env`."""
-    names, limit_s = ", ".join(name for _, name, _ in named), config.run.start_timeout_s
-    command, environment = [sys.executable, "-c", _IMPORT, json.dumps(named)], os.environ | config.run.given_env
+    names, limit_s = ", ".join(name for _, name, _ in named) or "workflows", config.run.start_timeout_s
+    command, environment = [sys.executable, "-c", _IMPORT], os.environ | config.run.given_env
+    task = json.dumps([named, loader, config.model_dump(mode="json")])
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(command, env=environment, input=task, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         yield f"{names} must be imported within run.start_timeout_s={limit_s:g} s, which they were not: raise it"
         return
@@ -78,6 +97,7 @@ def _functions(config: "Config") -> Iterable[tuple[str, str | None, str]]:
     yield "rollout.tool_parser", rollout.tool_parser, "tool parser"
     for key, source in config.data.sources.items():
         yield f"{config.data.place_of(key)}.source", source.source, "source"
+        yield f"{config.data.place_of(key)}.workflow", source.workflow, "workflow"
     for key in ("loss_function", "advantage_function"):
         yield f"objective.{key}", getattr(config.objective, key), key.replace("_", " ")
 

@@ -160,14 +160,24 @@ def read_preset(name: str) -> dict[str, Any]:
     """Return what a preset, a shipped one or a YAML file, sets: settings by section. Unknown names set nothing here.
 
     Raises:
-        ConfigError: The file is missing or no mapping of sections.
+        ConfigError: The file is missing, no mapping of sections, or names a preset itself.
     """
     is_file = name.endswith((".yaml", ".yml"))
     if not is_file and name not in PRESETS:
         return {}
+    if is_file and not Path(name).is_file():
+        raise ConfigError(
+            f"objective.preset={name}: there is no such file. Fix: correct the path; a relative one starts in "
+            f"{Path.cwd()}"
+        )
     sections = read_yaml(Path(name) if is_file else _FOLDER / f"{name}.yaml", holding="sections, such as objective")
     if not all(isinstance(section, Mapping) for section in sections.values()):
         raise ConfigError(f"the preset {name} must hold sections with settings, got {sections}")
+    if "preset" in sections.get("objective", {}):
+        raise ConfigError(
+            f"objective.preset={name}: a preset must not name another one, got objective.preset="
+            f"{sections['objective']['preset']}. Fix: copy that one's settings into the file"
+        )
     return sections
 
 

@@ -139,8 +139,8 @@ def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = ""
         elif item["type"] == "extra_forbidden":
             near = suggestion(place, _known_keys(kind, item["loc"], prefix))
             is_recipe = "command" in kind.model_fields
-            where = ". Fix: areal-lite check-config lists all settings, CHANGELOG.md those that were removed"
-            yield f"unknown key {place}{near}{where * is_recipe}"
+            fix = " Fix: areal-lite check-config lists all settings, CHANGELOG.md those that were removed"
+            yield f"unknown key {place}{near}" + is_recipe * f"{'' if near else '.'}{fix}"
         elif item["type"] == "value_error" and issubclass(kind, Section):
             yield str(item["ctx"]["error"]).replace(HERE, place)
         else:

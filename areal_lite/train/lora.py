@@ -68,7 +68,7 @@ def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"trainer.lora.targets must name linear layers of the model, {', '.join(known)}, got {target!r}"
-                f"{suggestion(target, known)}. Fix: correct it, or leave targets out for all of them"
+                f"{suggestion(target, known) or '.'} Fix: correct it, or leave targets out for all of them"
             )
 
 

@@ -17,7 +17,7 @@ from areal_lite.algo.aggregation import aggregate
 from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
-from areal_lite.algo.losses import entropy_bonus, kl_penalty, value_loss
+from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
 from areal_lite.config.plugins import find_function
 from areal_lite.config.presets import LossConfig, ObjectiveConfig
 from areal_lite.config.recipe import Config
@@ -231,7 +231,8 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     It is given the tensors and settings that its signature names.
 
     Raises:
-        PluginError: The function cannot be found, or does not take a setting that the recipe or its preset makes.
+        PluginError: The function cannot be found, needs an argument that there is not, or does not take a setting that
+            the recipe or its preset makes.
     """
     name = objective.loss_function or "policy"
     function = find_function(name, kind="loss function")
@@ -244,6 +245,14 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     because = f"by objective.loss_function={name}"
     if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do)):
         raise PluginError("\n".join(problems))
+    _, *offered = signature(policy_loss).parameters
+    try:
+        signature(function).bind(None, **{key: None for key in offered if takes_all or key in names})
+    except TypeError as error:
+        raise PluginError(
+            f"objective.loss_function={name} must take current_logprobs_T first, then keywords that a loss may get: "
+            f"{error}. Fix: name any of {', '.join(offered)}"
+        ) from None
 
     def policy_term(current_logprobs_T: Tensor, **known: Any) -> tuple[Tensor, dict[str, Tensor]]:
         chosen = {key: value for key, value in known.items() if takes_all or key in names}

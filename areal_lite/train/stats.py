@@ -132,7 +132,14 @@ class StepTally:
 
 
 def _reduction(name: str) -> Reduction:
-    return Reduction.SUM if name.startswith(_OWN) else _REDUCTIONS[name]
+    if name.startswith(_OWN):
+        return Reduction.SUM
+    if name not in _REDUCTIONS:
+        raise ValueError(
+            f"a step's figure must be a declared metric, got {name!r}. Fix: add a Metric({name!r}, ...) with a "
+            "reduction to METRICS in record/metrics.py"
+        )
+    return _REDUCTIONS[name]
 
 
 def _over_ranks(over_ranks: Callable[[Tensor], Tensor], values: Iterable[float], device: torch.device) -> list[float]:

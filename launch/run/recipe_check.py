@@ -23,6 +23,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.node import check_folders, check_memory
 from areal_lite.record.paths import check_model, with_absolute_paths
 from areal_lite.record.trackers import check_trackers
+from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.types import Prompt
 from areal_lite.verify.first_call import check_first_calls
@@ -75,7 +76,7 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
     if reach >= Reach.CLUSTER:
         _check_machine(config, is_alone=reach >= Reach.MACHINE)
         if config.command == "train":
-            check_plugins(config)
+            check_plugins(config, loader=f"{__name__}:load_functions")
             check_engine_arguments(config)
     if reach < Reach.FILES:
         return Loaded(config=config)
@@ -91,6 +92,15 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
     if config.command != "train":
         return Loaded(config=config, rows=load_offline(config, tokenizer))
     return _load_prompts(config, tokenizer, reach)
+
+
+def load_functions(config: Config) -> None:
+    """Load workflows and loss function as the run's processes do; a `PluginError` if one cannot run."""
+    load_workflows(config)
+    if config.objective.loss_function is not None:
+        from areal_lite.train.objective import find_loss_function  # imports torch
+
+        find_loss_function(config.objective)
 
 
 def _check_machine(config: Config | OfflineConfig, *, is_alone: bool) -> None:

@@ -28,8 +28,19 @@ FAULTS = {
         [*OWN[:1], "verifier.function=mine.py:verify"],
         "the verifier {here}/mine.py:verify",
     ),
+    "own loss": (
+        "train",
+        [*OWN[:1], "objective.preset=dapo", "objective.loss_function=mine.py:loss"],
+        "objective.clip_high=0.28 is not read by objective.loss_function=mine.py:loss",
+    ),
+    "own workflow": (
+        "train",
+        [*OWN[:1], "rollout.workflow=mine.py:play", "rollout.workflow_arguments={a: 1}"],
+        "got an unexpected keyword argument 'a'",
+    ),
+    "shipped workflow": ("train", [*OWN[:1], "data.workflow=multi_turn"], "missing a required argument: 'step'"),
     "variable": ("train", [*OWN[:1], "run.env={NO_SUCH_ONE: null}"], "run.env.NO_SUCH_ONE=null keeps the value of"),
-    "unknown key": ("train", [*OWN[:1], "trainer.rank=2"], "unknown key trainer.rank; did you mean trainer.ranks?"),
+    "unknown key": ("train", [*OWN[:1], "trainer.rank=2"], "did you mean trainer.ranks? Fix: areal-lite"),
     "sft, no such data": ("sft", [*SFT, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
     "sft, broken rows": ("sft", SFT, "rows.jsonl has no column 'prompt' in any row"),
     "dpo, no pairs": ("dpo", ["rlhf_dpo", *PAIRS], "rows.jsonl has no column 'prompt' in any row"),
@@ -52,13 +63,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, settings in {"model": {"max_position_embeddings": 512}, "gpt": {"model_type": "gpt_oss"}}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
-    Path("mine.py").write_text("def verify(prompt, completion, answer, **row):\n    raise RuntimeError('no')\n")
+    Path("mine.py").write_text(
+        "def verify(prompt, completion, answer, **row):\n    raise RuntimeError('no')\n"
+        "def loss(current_logprobs_T): ...\n"
+        "async def play(engine, row): ...\n"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_command_refuses_a_fault_with_the_same_sentence(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing: launch accepted all but the unknown key, check-config missing paths, rows that only a whole reading
     or tokenising shows to be wrong, and all data of the offline commands; doctor took no recipe.
+
+    All accepted functions that refuse their arguments.
     """
     kind, words, message = FAULTS[fault]
     errors = set()

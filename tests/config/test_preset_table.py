@@ -177,4 +177,15 @@ def test_a_preset_may_be_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.
     )
     file.unlink()
     assert parse_config(config.model_dump()) == config
-    assert "mine.yaml is not readable" in error_of({"objective": {"preset": "mine.yaml"}})
+    message = error_of({"objective": {"preset": "mine.yaml"}})
+    assert message.startswith("objective.preset=mine.yaml: there is no such file")
+    assert message.endswith(f"starts in {tmp_path}")
+
+
+def test_a_preset_names_no_other_one(tmp_path: Path) -> None:
+    """Seen failing: the inner one was ignored."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("objective: {preset: dapo, clip_low: 0.1}")
+    assert "must not name another one, got objective.preset=dapo. Fix:" in error_of(
+        {"objective": {"preset": str(file)}}
+    )

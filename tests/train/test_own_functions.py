@@ -11,6 +11,7 @@ from train_builders import make_rows, make_shard
 
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.errors import ConfigError, PluginError
+from areal_lite.train.objective import find_loss_function
 
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
 FUNCTIONS = """
@@ -123,6 +124,14 @@ def test_a_setting_that_the_loss_does_not_take_is_refused(model_folder: str, fun
         step(model_folder, preset="dapo", loss_function=own)
     with pytest.raises(PluginError, match=r"objective\.ratio_level=sequence is not read by"):
         step(model_folder, ratio_level="sequence", loss_function=own)
+
+
+def test_a_loss_that_needs_what_there_is_not_is_refused(tmp_path: Path) -> None:
+    """Seen failing: a bare TypeError in the first step."""
+    (file := tmp_path / "mine.py").write_text("def loss(current_logprobs_T, *, advantages, clip_low, clip_high): ...")
+    config = config_of({"objective": {"loss_function": f"{file}:loss"}})
+    with pytest.raises(PluginError, match=r"missing a required .*'advantages'\. Fix: name any of .*, advantages_T, "):
+        find_loss_function(config.objective)
 
 
 def test_an_own_advantage_sees_whole_returns(model_folder: str, functions: Path, tmp_path: Path) -> None:
