@@ -63,7 +63,7 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
                     job = Job.model_validate_json(record.read_text())
                     ended = [attempt.code for attempt in Attempts.read(job).attempts if attempt.code]
                     if ended and len(ended) not in left:
-                        left[len(ended)] = {host: processes(job, host) for host in job.profile.own["ssh"]["hosts"]}
+                        left[len(ended)] = {host: processes(job, host) for host in job.profile.sections["ssh"]["hosts"]}
             code = process.wait(timeout=1)
         finally:
             process.kill()

@@ -74,7 +74,7 @@ def job_on_nodes(
     names = [f"node-{index + 1}" for index in range(num_nodes)]
     job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
     ssh = {"hosts": names, "shell": f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}"}
-    job = job.model_copy(update={"profile": profile_of(num_nodes, own={"ssh": ssh})})
+    job = job.model_copy(update={"profile": profile_of(num_nodes, ssh=ssh)})
     shared = [job.run_folder.parent] if job.run_folder else []
     for folder in (job.files, *shared):
         folder.mkdir(parents=True, exist_ok=True)
