@@ -108,7 +108,10 @@ class _Rollout(RolloutActor):
 
     async def end_worker(self) -> None:
         """End `run` and every request; the engine stays, paused and empty."""
-        await self._leave_queue()
+        await self._worker.stop()
+        self._client.close()
+        await self._until_resumed()
+        await self._engine.reset()
         if hasattr(self, "_serving"):
             await asyncio.wait([self._serving])
 
