@@ -89,7 +89,7 @@ def _problems(settings: ArithConfig, split: Split, *, stream: str, count: int) -
 
 
 def _draws(settings: ArithConfig, *, stream: str, count: int) -> Iterator[Task]:
-    """Draw problems, not for ever: settings that allow few of them must end in an error."""
+    """Draw problems, not forever: settings that allow few of them must end in an error."""
     # A text seed is hashed with SHA-512: the same problems on every machine and Python version.
     rng = random.Random(f"arith/{settings.seed}/{stream}")
     return (_draw(rng, settings, f"data.arith {stream}:{number}") for number in range(count * _DRAWS_PER_PROBLEM))

@@ -24,5 +24,5 @@ def set_up_engine_process() -> None:
         parent.join()
         os._exit(1)
 
-    # Without it, an engine whose parent is killed would run for ever.
+    # Without it, an engine whose parent is killed would run forever.
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()

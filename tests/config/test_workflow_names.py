@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def larger(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
-    """An environment that answers `>>` for ever."""
+    """An environment that answers `>>` forever."""
     return ">>", False
 
 

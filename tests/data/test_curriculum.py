@@ -81,7 +81,7 @@ def test_an_epoch_gives_a_prompt_at_most_once() -> None:
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_nobody_starves(strength: float) -> None:
-    """Half of the prompts are never solved, the others are exactly half right for ever: the worst case.
+    """Half of the prompts are never solved, the others are exactly half right forever: the worst case.
 
     A prompt may be passed over 4 * 4 times, which takes as many epochs, of 32 / 4 picks each, until it counts as
     unseen; then at most the others that have waited as long go before it. Seen failing without the limit, where at

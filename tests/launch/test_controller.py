@@ -154,7 +154,7 @@ def test_a_start_that_fails_leaves_a_summary_with_the_reason(start: Start) -> No
 def test_groups_that_end_without_ever_making_a_batch_are_no_progress(
     start: Start, errors: dict[str, str], words: str
 ) -> None:
-    """The watchdog sees the ledger move, for ever (I6). Seen running on without the check.
+    """The watchdog sees the ledger move, forever (I6). Seen running on without the check.
 
     If a workflow is to blame, its error is in the message: seen failing with advice for verifiers.
     """

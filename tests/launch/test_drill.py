@@ -154,7 +154,7 @@ def test_what_is_not_as_it_must_be_is_said(
 ) -> None:
     """A wrong exit code, a process that is not there, a command that ends again and again; two steps lost are none.
 
-    Seen failing with commands that are gone on with for ever.
+    Seen failing with commands that are gone on with forever.
     """
     run = run_of(tmp_path, monkeypatch, **changed)
     drilled(run, fault)

@@ -22,7 +22,7 @@ KINDS = ("queue", "rollout", "verifier", "trainer")
 def test_a_program_that_runs_a_recipe_is_left_as_it_was(loop_folder: Path) -> None:
     """Its own `ray.init` afterwards starts everything that Ray starts, the dashboard included.
 
-    Seen failing with Ray's methods replaced, and with a threshold of the garbage collector set by an import.
+    Catches replaced methods of Ray, and a threshold of the garbage collector that an import sets.
     """
     config = loop_config(loop_folder, run={"steps": 1, "dir": str(loop_folder / "host"), "eval_every": 0})
     recipe = loop_folder / "host.json"

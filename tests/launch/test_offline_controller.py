@@ -239,7 +239,7 @@ def test_a_rank_that_still_hangs_in_a_save_is_asked_for_no_other(start: Start, i
 
 
 def test_the_manifest_of_a_checkpoint_has_a_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing without one: a disk that hangs held the run for ever (I6)."""
+    """Seen failing without one: a disk that hangs held the run forever (I6)."""
     run, hung = start(save_timeout_s=0.1, max_restarts=0), threading.Event()
     monkeypatch.setattr(controller_module, "seal", lambda _: hung.wait(20.0))
     monkeypatch.setattr(controller_module, "wait", lambda futures, _: waited(run, futures))
@@ -294,7 +294,7 @@ def test_what_stopped_a_run_is_printed_last_and_in_the_summary(start: Start, why
 
 
 def test_an_export_that_always_fails_ends_the_run(start: Start) -> None:
-    """The last step is saved again each time, which is no progress. Seen restarting for ever."""
+    """The last step is saved again each time, which is no progress. Seen restarting forever."""
     run = start()
     run.rank.hooks["export"] = failing(*[RankDied("no memory")] * 9)
     with pytest.raises(RankDied, match="no memory"):

@@ -32,7 +32,7 @@ def test_engines_and_ranks_reserve_gpus_and_the_others_none() -> None:
 
 
 def test_over_ipc_an_engine_and_a_rank_share_each_gpu() -> None:
-    """Seen failing with whole GPUs: a rank would wait for a second GPU for ever."""
+    """Seen failing with whole GPUs: a rank would wait for a second GPU forever."""
     config = gpu_config(weights={"transport": "ipc"})
     assert actor_options(config, "rollout")["num_gpus"] + actor_options(config, "trainer")["num_gpus"] == 1
 

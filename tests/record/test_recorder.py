@@ -199,7 +199,7 @@ def test_shares_lie_between_the_first_and_the_last_step(recorder: OnlineRecorder
     rollout/0: idle 2 s, paused 1 s (0.5 call, 0.25 transfer, 0.125 reload, 0.125 stamp), slot seconds 14 * 4;
     rollout/1: lost for 5 s, slot seconds 11 * 2. The trainer waits 8 .. 13. Rates: 8 samples, 1600 tokens in 16 s.
 
-    Seen failing with shares since the start, and with the lost worker's samples running for ever.
+    Seen failing with shares since the start, and with the lost worker's samples running forever.
     """
     play(recorder, clock, until=4.0, step=1, tokens=1000.0)
     play(recorder, clock, until=12.0, step=2, tokens=1800.0)

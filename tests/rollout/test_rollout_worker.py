@@ -264,7 +264,7 @@ async def test_another_queue_is_asked_nothing_before_it_knows_what_is_held() -> 
 @pytest.mark.parametrize("op", ["heartbeat", "lease_rollout", "complete_rollout"])
 @in_loop
 async def test_a_queue_that_refuses_ends_the_worker(op: str) -> None:
-    """Without heartbeats its work would be lent again for ever. Seen failing with the heartbeat task not watched."""
+    """Without heartbeats its work would be lent again forever. Seen failing with the heartbeat task not watched."""
     client = FakeQueue([make_lease(0), make_lease(1)], **{op: LedgerError("the run has ended")})
     worker, _ = make_worker(client, HeldEngine(held=[1]))
     with pytest.raises(LedgerError, match="the run has ended"):

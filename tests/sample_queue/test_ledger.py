@@ -136,7 +136,7 @@ def test_groups_of_a_lost_worker_are_lent_after_the_others() -> None:
 def test_a_prompt_that_loses_every_worker_ends_as_failed() -> None:
     """By death or by silence, at generation or at verification, and across a resume.
 
-    Seen failing with it lent again for ever, and with the count left out of `state()`.
+    Seen failing with it lent again forever, and with the count left out of `state()`.
     """
     clock, settings = FakeClock(), make_settings(max_attempts=3, lease_timeout_s=10.0)
     ledger = Ledger(settings, clock=clock)
@@ -483,7 +483,7 @@ def test_restored_ledger_has_given_everything_back() -> None:
 
 
 def test_a_batch_that_was_kept_comes_back_once() -> None:
-    """Seen failing with groups that are passed over for ever, or never, once they have been picked."""
+    """Seen failing with groups that are passed over forever, or never, once they have been picked."""
     ledger = Ledger(make_settings())
     ids = [bring_to_ready(ledger, f"train/0/{number}") for number in range(4)]
     ledger.take("a")
@@ -511,7 +511,7 @@ def test_lease_ids_are_not_used_again_after_a_resume() -> None:
 def test_a_smaller_bound_after_a_resume_does_not_block() -> None:
     """`wait` with a bound that the restored groups cannot meet: they are trained, and the trainer masks old tokens.
 
-    Seen failing without the clause for a batch that leaves no older group behind: take returned None for ever.
+    Seen failing without the clause for a batch that leaves no older group behind: take returned None forever.
     """
     ledger = Ledger(make_settings(max_staleness=3))
     for number in range(8):

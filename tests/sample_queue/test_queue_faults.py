@@ -121,7 +121,7 @@ def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody
 
 
 def test_a_client_refuses_to_send_what_is_far_over_the_limit() -> None:
-    """Seen failing: the connection was cut, and the call was late; its worker sent it again for ever."""
+    """Seen failing: the connection was cut, and the call was late; its worker sent it again forever."""
     with serving(max_message_bytes=MAX_BYTES) as access, connected(access) as client:
         with pytest.raises(WireError, match=rf"{MAX_BYTES} bytes, got 3\d+: send less, or raise queue.max_message_mb"):
             client.fail(lease_id="x" * 3 * 2**20, reason="")

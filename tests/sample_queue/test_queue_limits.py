@@ -95,7 +95,7 @@ def test_reasons_are_cut_and_their_number_is_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_a_score_that_does_not_fit_its_sample_loses_no_group() -> None:
-    """A step reward after the last token. Seen failing with the lease ended first: the group stayed lent for ever."""
+    """A step reward after the last token. Seen failing with the lease ended first: the group stayed lent forever."""
     clock = FakeClock()
     with serving(clock=clock) as access, connected(access) as client:
         client.open_admission()

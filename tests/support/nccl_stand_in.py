@@ -1,6 +1,6 @@
 """A stand-in for NCCL on machines without GPUs: vLLM's communicator over gloo, under vLLM's real transfer classes.
 
-As with NCCL, a call that waits for a process that died waits for ever, and only `ncclCommAbort` wakes it. Ranks can be
+As with NCCL, a call that waits for a process that died waits forever, and only `ncclCommAbort` wakes it. Ranks can be
 made to die or to hang in a transfer.
 """
 

@@ -151,7 +151,7 @@ def test_what_the_first_call_keeps_is_no_leak(mark):
 
 
 def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
-    """Seen failing: there was one, and the second call waited for ever while others were answered."""
+    """Seen failing: there was one, and the second call waited forever while others were answered."""
     (path := tmp_path / "short.py").write_text(
         "import asyncio\nbig = 0\n"
         "async def verify(prompt, completion, answer, **row):\n"

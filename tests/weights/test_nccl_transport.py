@@ -457,7 +457,7 @@ def test_without_any_engine_left_the_run_ends(make_run: Callable[..., Run], monk
 
 
 def test_a_source_is_gathered_whole_though_its_sender_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's other ranks gather along, and would wait for ever. Seen failing without the end of `whole`."""
+    """The trainer's other ranks gather along, and would wait forever. Seen failing without the end of `whole`."""
     seen: list[str] = []
 
     def parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -39,7 +39,7 @@ def check_stand_ins(out: Path, minutes: float, *names: str) -> tuple[int, dict[s
 
 @pytest.mark.slow
 def test_a_part_that_fails_hangs_or_dies_is_a_verdict_and_the_next_one_starts(tmp_path: Path) -> None:
-    """Seen failing with SIGTERM for SIGKILL (it waited for ever), without the search for orphans (`sleep` lived on),
+    """Seen failing with SIGTERM for SIGKILL (it waited forever), without the search for orphans (`sleep` lived on),
     and with the figures read before the part's end.
     """
     code, rows, said = check_stand_ins(tmp_path, 1000)

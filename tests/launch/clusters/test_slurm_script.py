@@ -130,7 +130,7 @@ def test_the_script_of_one_node() -> None:
 def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(
     told: str, saved: str, requeues: bool, tmp_path: Path
 ) -> None:
-    """Also where the run alone is told, as its step is when a preemption begins, if it then saves: else for ever.
+    """Also where the run alone is told, as its step is when a preemption begins, if it then saves: else forever.
 
     Seen failing where the run alone was told, with the last signal's word alone, and with any checkpoint.
     """
