@@ -17,8 +17,6 @@ from train_builders import VOCABULARY, save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
-from areal_lite.record.report.read import RunFiles
-from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -152,7 +150,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     From a checkpoint that two ranks wrote while they trained on; what came later is trained again.
 
     Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
-    Summary and page agree on shares of time. Seen failing with the time between both lives counted by the page alone.
+    That summary and page agree on shares of time, tests/record/test_recorder.py shows with a clock of its own.
     """
     _, before = first_run
     run = {"steps": 24, "resume": str(before.path), "resume_from": "step-16", "log_samples": 4}
@@ -164,10 +162,6 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert summary["ledger"]["trained"] == 24 * 4
     assert conserved(summary["ledger"])
     assert summary["age_max_trained"] <= 1
-    shares = lane_shares(RunFiles(folder.path).events)
-    assert shares["trainer"]["waiting"] == pytest.approx(summary["trainer_idle_fraction"], abs=0.01)
-    idle = [shares[lane].get("idle", 0.0) for lane in shares if lane != "trainer"]
-    assert sum(idle) / len(idle) == pytest.approx(summary["rollout_idle_fraction"], abs=0.01)
 
 
 def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> None:
