@@ -23,14 +23,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pictures import draw_modes, picture
+
 from areal_lite.config.reading import read_yaml
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.bench.gpu_check import page
 from areal_lite.launch.bench.gpu_part import table
 from areal_lite.launch.bench.harness import surroundings
-from areal_lite.launch.bench.modes import draw_modes
 from areal_lite.launch.bench.modes_figures import MODES
-from areal_lite.launch.bench.view import picture
 from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
 from areal_lite.record.metrics import metrics_tables

@@ -1,7 +1,7 @@
 """`areal-lite bench modes`: one recipe, synchronous and asynchronous, on the same machine.
 
-A short search chooses the threads of each mode. Then all modes take turns, several times. Tables and a picture are
-made from `results.json`.
+A short search chooses the threads of each mode. Then all modes take turns, several times. Tables and the report's page
+are made from `results.json`.
 """
 
 import os
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from areal_lite.config.reading import parse_override
 from areal_lite.config.sections import without_env_values
@@ -20,8 +18,8 @@ from areal_lite.launch.bench import view
 from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.record.columns import Row, markdown
-from areal_lite.record.report.charts import as_shares
+from areal_lite.record.columns import Row
+from areal_lite.record.report import write_bench
 from areal_lite.record.run_folder import RunFolder
 
 _STEPS = 30
@@ -50,11 +48,10 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
     def show(content: dict[str, Any]) -> None:
         if content["modes"]:
             view.show(*modes_tables(content))
-            draw_modes(content, out / "modes.svg")
-            (out / "modes.md").write_text(modes_markdown(content))
+            write_bench(out)
         for text in content["findings"]:
             say(f"- {text}", style="")
-        say(f"results.json, modes.md and modes.svg are in {out}")
+        say(f"results.json and report.html are in {out}")
 
     collect = partial(collect_modes, recipe, search=search, measured=measured, overrides=overrides, out=out)
     return run_to_the_end(parts(), out=out, collect=collect, show=show)
@@ -204,66 +201,13 @@ def modes_tables(content: Row) -> list[Any]:
         "threads: of generation + training. slots full: running samples over slots. Ages: of the trained tokens."
     )
     return [
-        view.table("modes", lines, title=_title(content), caption=of_figures),
+        view.table("modes", lines, title=title_of(content), caption=of_figures),
         view.table("shares of modes", lines, caption=of_shares),
     ]
 
 
-def modes_markdown(content: Row) -> str:
-    """Render the tables in Markdown, a third one with all figures, and the findings."""
-    lines, findings = content["modes"], [f"- {text}" for text in content["findings"]]
-    every = {"mode": "{mode}"} | {name.replace("_", " "): f"{{figures.{name}:.5g~}}" for name in lines[0]["figures"]}
-    every |= {f"{name} of a sample's tokens": f"{{lengths.{name}}}" for name in ("p50", "p90", "p100")}
-    shown = [markdown(columns, lines) for columns in ("modes", "shares of modes", every)]
-    return "\n\n".join([f"{_title(content)}.", *shown, "\n".join(findings)]) + "\n"
-
-
-def draw_modes(content: Row, path: Path) -> None:
-    """Draw rates, shares of time and ages of the modes into one SVG file."""
-    lines = content["modes"]
-
-    def medians(name: str) -> list[float]:
-        return [line["figures"][name]["median"] for line in lines]
-
-    with view.picture(path, size=(11, 1.6 + 0.36 * len(lines)), ncols=3, sharey=True) as (
-        figure,
-        (rates, shares, ages),
-    ):
-        import matplotlib.pyplot as plt
-
-        rates.set_yticks(range(len(lines)), [f"{line['mode']} ({line['threads']})" for line in lines])
-        rates.invert_yaxis()
-        spreads, color = [line["figures"]["samples_per_s"] for line in lines], plt.get_cmap("viridis")
-        errors = [[one["median"] - one["low"] for one in spreads], [one["high"] - one["median"] for one in spreads]]
-        rates.barh(range(len(lines)), medians("samples_per_s"), xerr=errors, color="#1f5fa8", height=0.6,
-                   error_kw={"capsize": 3})  # fmt: skip
-        parts = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
-        stacked = [(f"generator {part}", medians(f"generator_{part}"), color) for part, color in parts.items()]
-        _stack(shares, stacked, shift=-0.17, height=0.3)
-        _stack(shares, [("trainer idle", medians("trainer_idle"), "#8a8a8a")], shift=0.17, height=0.3)
-        of_age = [as_shares(line["ages"]) for line in lines]
-        oldest = max((int(age) for share in of_age for age in share), default=0)
-        _stack(ages, [
-            (f"age {age}", [share.get(str(age), 0.0) for share in of_age], color(1 - age / max(1, oldest)))
-            for age in range(oldest + 1)
-        ])  # fmt: skip
-        labels = ("samples/s (median, lowest to highest)", "share of the time", "share of the trained tokens")
-        for axes, label in zip((rates, shares, ages), labels, strict=True):
-            axes.set_xlabel(label)
-        for axes, columns in ((shares, 2), (ages, 5)):
-            axes.legend(frameon=False, fontsize=8, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0),
-                        handlelength=1.0, columnspacing=1.0)  # fmt: skip
-        figure.suptitle(_title(content), fontsize=10)
-
-
-def _stack(axes: Any, parts: Iterable[tuple[str, list[float], Any]], shift: float = 0.0, height: float = 0.6) -> None:
-    lefts: Any = 0.0
-    for label, widths, color in parts:
-        axes.barh(np.arange(len(widths)) + shift, widths, left=lefts, height=height, color=color, label=label)
-        lefts = lefts + np.array(widths)
-
-
-def _title(content: Row) -> str:
+def title_of(content: Row) -> str:
+    """Return the recipe, the machine and the steps that were measured."""
     steps = content["measured_steps"]
     window = f", steps {steps[0] + 1} to {steps[1]}" if steps else ""
     return f"{Path(content['recipe']).stem}: modes on {content['cores']} cores, commit {content['commit']}{window}"

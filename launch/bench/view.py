@@ -1,9 +1,6 @@
-"""Tables for the terminal, and pictures."""
+"""Tables for the terminal."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -32,22 +29,3 @@ def show(*tables: Table) -> None:
     for one in tables:
         needed = Console(width=1000).measure(one).minimum
         Console(width=max(Console().width, needed)).print(one, crop=False)
-
-
-@contextmanager
-def picture(path: Path, *, size: tuple[float, float], font: int = 9, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, and write them as SVG; the background is light, for dark pages too."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    # The same figures give the same file.
-    with plt.rc_context({"svg.hashsalt": "areal-lite", "svg.fonttype": "none", "font.size": font}):
-        figure, axes = plt.subplots(figsize=size, layout="constrained", facecolor="#fafafa", **options)
-        for one in figure.axes:
-            one.set_facecolor("#fafafa")
-            one.spines[["top", "right"]].set_visible(False)
-        yield figure, axes
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)

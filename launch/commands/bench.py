@@ -32,8 +32,8 @@ def modes(
 ) -> int:
     """Compare synchronous and asynchronous modes of a recipe.
 
-    Searches for the fastest split of threads, then runs every mode in turn, several times. Writes results.json,
-    modes.md and modes.svg. The same command resumes a stopped benchmark.
+    Searches for the fastest split of threads, then runs every mode in turn, several times. Writes results.json and
+    report.html. The same command resumes a stopped benchmark.
     """
     from areal_lite.launch.bench.modes import bench
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ledger_builders import bring_to_ready, make_settings
+from pictures import draw_modes
 from rich.console import Console
 from rich.table import Table
 from run_folders import new_run_folder
@@ -20,9 +21,7 @@ from areal_lite.launch.bench import harness, view
 from areal_lite.launch.bench.harness import PlannedRun
 from areal_lite.launch.bench.modes import (
     Threads,
-    draw_modes,
     measured_runs,
-    modes_markdown,
     modes_tables,
     search_runs,
     thread_settings,
@@ -203,12 +202,6 @@ def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"async-eta4 +1.50 +15.0 ", text)
     assert "75 0 0 0" in text
-    page = modes_markdown(content)
-    assert "| async-eta4 | 1.50 | 15.0 · 15.0-30.0 | 9 |" in page
-    assert "| 75 0 0 0 0 0 0 0 0 0 25 |" in page
-    assert "| mode | samples per s | generated tokens per s |" in page, "every figure with its spread"
-    assert "| 2 | 3 | 5 |\n" in page, "lengths"
-    assert modes_markdown(content).endswith("\n\n- It is so.\n")
     draw_modes(content, tmp_path / "modes.svg")
     picture = (tmp_path / "modes.svg").read_text()
     assert all(f"{line['mode']} (1+1)" in picture for line in lines)
@@ -252,7 +245,7 @@ def test_the_command_searches_measures_and_shows(
     assert results["equal_time_s"] == pytest.approx(10.0)
     rewards = [entry["reward_equal_time"] for entry in results["runs"] if entry["mode"] == "sync-split"]
     assert rewards == pytest.approx([0.1, 0.1]), "of the two steps that were published within 10 s"
-    assert {path.name for path in tmp_path.glob("modes.*")} == {"modes.md", "modes.svg"}
+    assert "async-eta1" in (tmp_path / "report.html").read_text()
     assert "- async-eta1 is faster: 2.00 times" in capsys.readouterr().out
     assert main(words) == 0
     assert len(trained) == 7
