@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 
 
-class _Optional(NamedTuple):
+class Maybe(NamedTuple):
     """A shape that may be missing or null."""
 
     shape: Any
@@ -26,26 +26,26 @@ _SPAN = (int, int, int)
 _MESSAGE = {"role": str, "content": str}
 _SAMPLE = {
     "text": str,
-    "tokens": _Optional(int),
-    "reward": _Optional(float),
-    "failure": _Optional(str),
+    "tokens": Maybe(int),
+    "reward": Maybe(float),
+    "failure": Maybe(str),
     "spans": [_SPAN],
-    "messages": _Optional([_MESSAGE]),
-    "parts": _Optional({...: _Optional(float)}),
-    "metrics": _Optional({...: _Optional(float)}),
-    "feedback": _Optional(str),
-    "step_rewards": _Optional([(int, float)]),
+    "messages": Maybe([_MESSAGE]),
+    "parts": Maybe({...: Maybe(float)}),
+    "metrics": Maybe({...: Maybe(float)}),
+    "feedback": Maybe(str),
+    "step_rewards": Maybe([(int, float)]),
 }
 _ROWS: dict[str, Any] = {
-    "metrics": {"step": int, "time_s": _Optional(float)},
+    "metrics": {"step": int, "time_s": Maybe(float)},
     "events": {"time": float, "lane": str, "kind": str},
     "samples": {
         "step": int,
         "group": str,
-        "prompt": _Optional(str),
-        "answer": _Optional(str),
-        "row": _Optional({}),
-        "samples": [_SAMPLE | {"branches": _Optional([_SAMPLE])}],
+        "prompt": Maybe(str),
+        "answer": Maybe(str),
+        "row": Maybe({}),
+        "samples": [_SAMPLE | {"branches": Maybe([_SAMPLE])}],
     },
 }
 """What a row must have, by the file's name: a type; keys with shapes, `...` for all other keys; `[shape of every
@@ -56,7 +56,7 @@ _EVENTS: dict[str, Any] = {
     "verify": {"start": float, "end": float, "group_id": str},
     "running": {"n": int},
     "stamped": {"version": int},
-    "published": {"version": _Optional(int)},
+    "published": {"version": Maybe(int)},
     "lost": {"worker": str},
     "rejoined": {"worker": str},
     "eval": {"step": int},
@@ -142,7 +142,7 @@ def parse_rows(lines: Iterable[str], broken: list[int] | None = None, *, shape: 
 
 def has_shape(value: Any, shape: Any) -> bool:
     """Compare a value read from JSON with a shape, written as in `_ROWS`; `float` is any finite number."""
-    if isinstance(shape, _Optional):
+    if isinstance(shape, Maybe):
         return value is None or has_shape(value, shape.shape)
     if isinstance(shape, dict):
         if not isinstance(value, dict):

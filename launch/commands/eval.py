@@ -1,4 +1,4 @@
-"""`areal-lite eval`: measure a model on a recipe's held-out prompts; nothing is written."""
+"""`areal-lite eval`: measure a model on a recipe's held-out prompts, and compare two measurements."""
 
 import asyncio
 import contextlib
@@ -13,22 +13,20 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console
 
-from areal_lite.config.data import is_hub_id
 from areal_lite.config.plugin_check import check_plugins
-from areal_lite.config.reading import parse_override, set_value, shipped_recipes
-from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.recipe import Config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, EngineError, VerifierError
-from areal_lite.launch.commands.options import Model, Overrides
-from areal_lite.launch.commands.scores import show, summarise
+from areal_lite.launch.commands.options import Overrides, out_file, recipe_for, run_of
+from areal_lite.launch.commands.scores import show, show_comparison, summarise
 from areal_lite.launch.commands.serve import on_own_screen
 from areal_lite.launch.commands.trial import Case
 from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.record.run_files import read_summary
-from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
@@ -41,7 +39,15 @@ Scored: TypeAlias = tuple[str, Reply]
 
 
 def eval_model(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN",
+            default_factory=str,
+            show_default=False,
+            help="model folder, or folder of a finished run; empty only with --compare",
+        ),
+    ],
     overrides: Overrides,
     recipe: Annotated[
         str | None,
@@ -49,29 +55,27 @@ def eval_model(
             help=f"train recipe: a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"
         ),
     ] = None,
+    json_path: Annotated[
+        Path | None,
+        out_file("--json", metavar="OUT", help="write completions, rewards and their interval to this file"),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="BEFORE AFTER", help="in place of a model: compare two files of --json row by row"),
+    ] = None,
 ) -> int:
-    """Measure a model on a recipe's held-out prompts.
+    """Measure a model on a recipe's held-out prompts, or compare two measurements.
 
     Complete them greedily, score the completions with the recipe's verifier (verifier.eval_function if it is set), and
     print rewards, parts and metrics, failures, and the completions with the lowest rewards.
     """
-    run, console = _run_of(model), Console(highlight=False, soft_wrap=True)
-    if recipe is None and run is None:
-        if not (Path(model).expanduser().exists() or ("/" in model and is_hub_id(model))):
-            find_model_folder(model, option="MODEL_OR_RUN")  # which raises
-        raise ConfigError(
-            f"--recipe must name the data and the verifier, got none, and {model} belongs to no run of areal-lite "
-            "train. Fix: give --recipe"
-        )
-    if recipe is not None:
-        config = load_config(recipe, overrides)
-    else:
-        assert run is not None
-        console.print(f"recipe: {run}/config.json")
-        raw = RunFolder(run).recipe().model_dump()
-        for override in overrides:
-            set_value(raw, *parse_override(override))
-        config = parse_config(raw)
+    console = Console(highlight=False, soft_wrap=True)
+    if compare is not None and not model:
+        show_comparison(*compare, console=console)
+        return 0
+    if compare is not None or not model:
+        raise typer.BadParameter("expected either MODEL_OR_RUN or --compare, got both or neither")
+    config, run = recipe_for(model, recipe, overrides, console=console), run_of(model)
     summary = summarise(evaluate(config, model=model))
     reward, num_failed = summary["reward"], summary["tried"] - summary["scored"]
     if reward:
@@ -79,20 +83,17 @@ def eval_model(
         rewards = [row["reward"] for row in summary["results"] if row["reward"] is not None]
         called = mean_called(rewards, before=[before])
         failures = f", {num_failed} could not be scored" if num_failed else ""
-        console.print(f"held-out {called}, greedy: {reward['mean']:.3f} ({len(rewards)} problems{failures})")
+        low, high = reward["interval"]
+        console.print(
+            f"held-out {called}, greedy: {reward['mean']:.3f}, 95 % interval {low:.3f} to {high:.3f} "
+            f"({len(rewards)} problems{failures})"
+        )
     show(summary, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"model": model} | summary, indent=1) + "\n")
     if not reward:
         raise VerifierError(f"nothing was scored: the verifier failed on all {num_failed} completions. Fix: see above")
     return 0
-
-
-def _run_of(model: str) -> Path | None:
-    """Return the folder of the run of `areal-lite train` that a model belongs to, if any."""
-    folder = Path(model).expanduser().resolve()
-    for one in (folder, *folder.parents[:3]):  # checkpoints/step-n/model
-        if (one / "checkpoints").is_dir() and (one / "config.json").is_file():
-            return one if json.loads((one / "config.json").read_text()).get("command", "train") == "train" else None
-    return None
 
 
 def evaluate(config: Config, *, model: str) -> list[Case]:

@@ -1,11 +1,17 @@
-"""Arguments that several commands share: a recipe, overrides, a model, a file to write."""
+"""Arguments that several commands share: a recipe, overrides, a model and the recipe of its run, a file to write."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.data import is_hub_id
+from areal_lite.config.reading import parse_override, set_value, shipped_recipes
+from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.errors import ConfigError
+from areal_lite.record.run_files import read_json
 
 
 def word_list(metavar: str, help: str) -> Any:
@@ -33,3 +39,37 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str], word_list("[section.field=value]...", "settings that override the recipe, e.g. run.steps=50")
 ]
+
+
+def run_of(model: str) -> Path | None:
+    """Return the folder of the run of `areal-lite train` that a model belongs to, if any."""
+    folder = Path(model).expanduser().resolve()
+    for one in (folder, *folder.parents[:3]):  # checkpoints/step-n/model
+        if (one / "checkpoints").is_dir() and (one / "config.json").is_file():
+            return one if read_json(one / "config.json").get("command", "train") == "train" else None
+    return None
+
+
+def recipe_for(model: str, recipe: str | None, overrides: Sequence[str], *, console: Console) -> Config:
+    """Load the recipe of --recipe, or else, and say so, the one that the model's run was trained with.
+
+    Raises:
+        ConfigError: Neither is there, or the model is missing.
+    """
+    from areal_lite.record.paths import find_model_folder
+    from areal_lite.record.run_folder import RunFolder
+
+    if recipe is not None:
+        return load_config(recipe, overrides)
+    if (run := run_of(model)) is None:
+        if not (Path(model).expanduser().exists() or ("/" in model and is_hub_id(model))):
+            find_model_folder(model, option="MODEL_OR_RUN")  # which raises
+        raise ConfigError(
+            f"--recipe must name the settings to use, got none, and {model} belongs to no run of areal-lite "
+            "train. Fix: give --recipe"
+        )
+    console.print(f"recipe: {run}/config.json", highlight=False, soft_wrap=True)
+    raw = RunFolder(run).recipe().model_dump()
+    for override in overrides:
+        set_value(raw, *parse_override(override))
+    return parse_config(raw)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,10 +14,14 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from areal_lite.errors import DataError
 from areal_lite.launch.commands.trial import Case
+from areal_lite.record.intervals import mean_interval, paired
+from areal_lite.record.run_files import Maybe, has_shape, read_json
 from areal_lite.types import means
 from areal_lite.verify.protocol import Reply
 
+_RESULT = {"index": int, "prompt": str, "completion": str, "reward": Maybe(float)}
 _BINS = 10
 _LOWEST = 5
 _BAR_WIDTH = 40
@@ -44,9 +49,10 @@ def summarise(cases: Sequence[Case], *, wall_s: float = 0.0, gauges: Mapping[str
 
     Returns:
         `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`.
-        `reward` is None where nothing was scored, else `mean, min, max, ones, zeros` (shares) and `histogram`, a list
-        of `[from, to, count]` whose bins exclude their upper end, except the last. `lowest` has no case with the best
-        reward. `results` holds every case with a reply, and its total reward.
+        `reward` is None where nothing was scored, else `mean, interval, min, max, ones, zeros` and `histogram`:
+        `interval` is that of 95 % of the mean, `ones` and `zeros` are shares, and `histogram` is a list of `[from, to,
+        count]` whose bins exclude their upper end, except the last. `lowest` has no case with the best reward.
+        `results` holds every case with a reply, and its total reward.
     """
     results: list[dict[str, Any]] = []
     for case in sorted(cases, key=lambda case: case.index):
@@ -87,7 +93,48 @@ def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
         numbers, edges = np.histogram(rewards, bins=_BINS)
         histogram = [list(bin) for bin in zip(edges.tolist(), edges[1:].tolist(), numbers.tolist(), strict=False)]
     shares = {name: counts[value] / len(rewards) for name, value in (("ones", 1.0), ("zeros", 0.0))}
-    return {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards), **shares, "histogram": histogram}
+    known = {"mean": fmean(rewards), "interval": mean_interval(rewards)}
+    return known | {"min": min(rewards), "max": max(rewards), **shares, "histogram": histogram}
+
+
+def show_comparison(*files: Path, console: Console) -> None:
+    """Print the paired difference between two files of `areal-lite eval --json`, and the rows that changed.
+
+    Raises:
+        DataError: A file cannot be read, or they have no row in common.
+    """
+    before, after = map(_rewards_by_row, files)
+    old, new = ({row: found["reward"] for row, found in side.items()} for side in (before, after))
+    if (pairs := paired(old, new)) is None:
+        raise DataError(
+            f"--compare needs two evaluations of the same rows, got {files[0]} and {files[1]} without a scored prompt "
+            "in common. Fix: evaluate both models with the same recipe"
+        )
+    means = (fmean(rewards[row] for row in old if row in new) for rewards in (old, new))
+    console.print(
+        f"{' → '.join(f'{mean:.3f}' for mean in means)}: {pairs.difference:+.3f}, 95 % interval {pairs.low:+.3f} to "
+        f"{pairs.high:+.3f} ({pairs.rows} rows in pairs: {pairs.better} better, {pairs.worse} worse)"
+    )
+    if alone := len(old.keys() ^ new.keys()):
+        console.print(f"{alone} rows were left out: scored in one of the files alone")
+    changed = sorted((row for row in old if row in new and old[row] != new[row]), key=lambda row: new[row] - old[row])
+    shown = (
+        {"row": str(after[row]["index"]), "reward": f"{old[row]:.4g} → {new[row]:.4g}"}
+        | {name: _short(side[row]["completion"]) for name, side in (("before", before), ("after", after))}
+        for row in [*changed[:_LOWEST], *changed[_LOWEST:][-_LOWEST:]]
+    )
+    _print_table("rows that changed most", shown, console)
+
+
+def _rewards_by_row(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the scored rows of a file of `--json`, by number and prompt."""
+    rows: Any = read_json(path, notes := list[str]()).get("results")
+    if notes or not has_shape(rows, [_RESULT]):
+        raise DataError(
+            f"--compare must name files that areal-lite eval --json wrote, got {path}"
+            f"{''.join(f': {note}' for note in notes)}. Fix: write it again"
+        )
+    return {f"{row['index']} {row['prompt']}": row for row in rows if row["reward"] is not None}
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:

@@ -12,14 +12,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from areal_lite.config.recipe import Config, load_config
-from areal_lite.launch.commands.options import Model, Overrides
+from areal_lite.config.recipe import Config
+from areal_lite.launch.commands.options import Model, Overrides, recipe_for
 
 
 def serve(
     model: Model,
     overrides: Overrides,
-    recipe: Annotated[str, typer.Option(help="recipe whose model, rollout and run sections apply")] = "arith_cpu",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="recipe whose model, rollout and run sections apply (default: that of the model's run)"),
+    ] = None,
 ) -> int:
     """Serve a model over the API that agents see in training.
 
@@ -29,7 +32,8 @@ def serve(
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
     from areal_lite.rollout.vllm_engine import check_engine_arguments
 
-    config = with_absolute_paths(load_config(recipe, overrides))
+    config = recipe_for(model, recipe, overrides, console=Console())
+    config = with_absolute_paths(config, ("rollout",))
     check_engine_arguments(config)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     with on_own_screen() as console:

@@ -1,6 +1,7 @@
 """`areal-lite eval` without vLLM: a scripted engine, the real verifier pool, and waits that end (invariant I6)."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_a_run_s_figure_keeps_its_name_and_scores_are_shown_as_verify_shows_them
     (tmp_path / "summary.json").write_text('{"eval_called": "mean reward"}')
     assert main(["eval", str(tmp_path), "--recipe", "arith_cpu"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("held-out mean reward, greedy: 0.500 (2 problems, 1 could not be scored)\nscores\n")
+    assert output.startswith("held-out mean reward, greedy: 0.500, 95 % interval 0.095 to 0.905 (2 problems, 1 could")
     for shown in ("right", "no_hash", "1 failed: timeout\nfirst at row 2, completion c2\nslow.py:3", "lowest scores"):
         assert shown in output
     assert main(["eval", "nowhere", "--recipe", "arith_cpu"]) == 0
@@ -126,14 +127,22 @@ def test_a_run_s_figure_keeps_its_name_and_scores_are_shown_as_verify_shows_them
 def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is said. Seen failing with the folder itself alone, with JSON read as YAML, and with a run of `dpo`."""
+    """Which is said. Seen failing with the folder itself alone, with JSON read as YAML, and with a run of `dpo`.
+
+    The same when it is served. Seen failing with the demo's recipe: a context of 96 tokens.
+    """
     seen: list[Config] = []
 
     def evaluate(config: Config, **_: Any) -> list[Case]:
         seen.append(config)
         return cases(Reply(1.0))
 
+    async def serve(config: Config, *_: Any, **__: Any) -> None:
+        seen.append(config)
+
     monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", evaluate)
+    monkeypatch.setattr("areal_lite.launch.commands.serve.serve_model", serve)
+    monkeypatch.setattr("areal_lite.record.paths.find_model_folder", lambda model, **_: Path(model))
     model = tmp_path / "run" / "checkpoints" / "step-3" / "model"
     model.mkdir(parents=True)
     folder, verifier = RunFolder(tmp_path / "run"), {"function": "exact", "arguments": {"tiny": 1e-05}}
@@ -144,12 +153,45 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
         config, lines = seen.pop(), capsys.readouterr().out.splitlines()
         assert (config.model.max_context, config.data.eval_size) == (177, 3)
         assert config.verifier.arguments == {"tiny": 1e-05}
-        assert lines[:2] == [f"recipe: {folder.path}/config.json", "held-out mean reward, greedy: 1.000 (1 problems)"]
+        assert lines[0] == f"recipe: {folder.path}/config.json"
+        assert lines[1].startswith("held-out mean reward, greedy: 1.000, ")
+        assert main(["serve", str(given), "rollout.slots=3"]) == 0
+        assert capsys.readouterr().out == f"recipe: {folder.path}/config.json\n"
+        config = seen.pop()
+        assert (config.model.max_context, config.rollout.slots) == (177, 3)
     folder.write_json("config.json", {"command": "dpo"})
     for given in (tmp_path / "run", tmp_path):
         assert main(["eval", str(given)]) == 1
-        assert f"--recipe must name the data and the verifier, got none, and {given} belongs" in capsys.readouterr().err
+        assert f"--recipe must name the settings to use, got none, and {given} belongs" in capsys.readouterr().err
     assert seen == []
+
+
+def test_two_evaluations_are_compared_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows 0 to 3 went from 0, 0, 1, 1 to 1, 1, 1, 0; row 4 was scored once. 0.25 +- 1.96 * 0.957 / 2 by hand.
+
+    Seen failing with two independent means, whose interval is wider, and with the row that failed counted as 0.
+    """
+    monkeypatch.setattr("areal_lite.record.paths.find_model_folder", lambda model, **_: Path(model))
+    for name, rewards in (("a", (0, 0, 1, 1, 1)), ("b", (1, 1, 1, 0, None))):
+        replies = [failed("timeout", "late") if one is None else Reply(float(one)) for one in rewards]
+        monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", lambda *_, r=replies, **__: cases(*r))
+        out = tmp_path / f"{name}.json"
+        assert main(["eval", "m", "--recipe", "arith_cpu", "--json", str(out)]) == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["reward"]["interval"] == pytest.approx([0.2307, 0.8824], abs=1e-4)  # Wilson's, of 3 in 5
+    assert [(row["completion"], row["reward"]) for row in content["results"]][:2] == [("c0", 0.0), ("c1", 0.0)]
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    capsys.readouterr()
+    assert main(["eval", "--compare", *files]) == 0
+    output = capsys.readouterr().out
+    assert "0.500 → 0.750: +0.250, 95 % interval -0.688 to +1.188 (4 rows in pairs: 2 better, 1 worse)" in output
+    assert "1 rows were left out" in output
+    assert output.index("1 → 0") < output.index("0 → 1")
+    (tmp_path / "b.json").write_text('{"results": [{"index": "0"}]}')
+    assert main(["eval", "--compare", *files]) == 1
+    assert "--compare must name files that areal-lite eval --json wrote, got" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +202,7 @@ def test_a_model_that_is_not_there_is_what_is_missing(capsys: pytest.CaptureFixt
             "MODEL_OR_RUN must be a Hugging Face model folder, or the folder of a run that has ended, got nothere",
         ),
         ("no/such/folder", "got no/such/folder, which has no config.json"),
-        ("owner/name", "--recipe must name the data and the verifier, got none, and owner/name belongs"),
+        ("owner/name", "--recipe must name the settings to use, got none, and owner/name belongs"),
     ):
         assert main(["eval", model]) == 1
         assert message in capsys.readouterr().err
