@@ -230,11 +230,14 @@ def _is_named(process: psutil.Process, part: str) -> bool:
         return False
 
 
-def _signal_lane(role: str, part: str, number: Signals, run: DrilledRun) -> tuple[str, str]:
+def signal_lane(role: str, part: str, number: Signals, run: DrilledRun) -> tuple[str, str]:
+    """Send a signal to a lane of a role, or to the lane itself (`rollout-1`): a fault, once the others are given."""
     lane, processes = run.processes_of(role, part)
     run.send(number, processes)
+    named = "the sample queue died" if role == "queue" else rf"\b{lane} died"
     # Without a copy of its state, in its first moment, a queue that dies sends the run back to a checkpoint.
-    return "", {"queue": "queue is back.*|back at step", "trainer": ""}.get(role, f"{lane} is back")
+    is_back = {"queue": "queue is back.*|back at step", "trainer": ""}.get(role, f"{lane} is back")
+    return named if number == SIGKILL else rf"\b{lane}\b", is_back
 
 
 def _signal_command(number: Signals, run: DrilledRun) -> tuple[str, str]:
@@ -282,13 +285,13 @@ def _bit_flip(run: DrilledRun) -> tuple[str, str]:
 
 
 FAULTS: dict[str, Fault] = {
-    "engine": partial(_signal_lane, "rollout", "EngineCore", SIGKILL),
-    "rollout": partial(_signal_lane, "rollout", "", SIGKILL),
-    "verifier": partial(_signal_lane, "verifier", "", SIGKILL),
-    "queue": partial(_signal_lane, "queue", "", SIGKILL),
-    "trainer": partial(_signal_lane, "trainer", "", SIGKILL),
-    "hang-engine": partial(_signal_lane, "rollout", "EngineCore", SIGSTOP),
-    "hang-trainer": partial(_signal_lane, "trainer", "", SIGSTOP),
+    "engine": partial(signal_lane, "rollout", "EngineCore", SIGKILL),
+    "rollout": partial(signal_lane, "rollout", "", SIGKILL),
+    "verifier": partial(signal_lane, "verifier", "", SIGKILL),
+    "queue": partial(signal_lane, "queue", "", SIGKILL),
+    "trainer": partial(signal_lane, "trainer", "", SIGKILL),
+    "hang-engine": partial(signal_lane, "rollout", "EngineCore", SIGSTOP),
+    "hang-trainer": partial(signal_lane, "trainer", "", SIGSTOP),
     "raylet": partial(_kill_ray, "/raylet/raylet "),
     "gcs": partial(_kill_ray, "/gcs/gcs_server "),
     "controller": partial(_signal_command, SIGKILL),

@@ -2,7 +2,7 @@
 
 Nothing waits for a start: `poll` is called beside the run's other waits, and `take` returns workers that are ready.
 
-    lost ─► restarting ─(1, 2, 4 ... s)─► starting ─► joining ─► take, back ─► healthy
+    lost ─► restarting ─(1 to 60 s)─► starting ─► joining ─► take, back ─► healthy
        └─► dead, after `most` restarts          └─► lost again, if it fails or takes too long
 """
 
@@ -16,6 +16,8 @@ from areal_lite.actors.calls import Calls, describe, kill
 
 _CLEARED_AFTER_S = 3600.0
 """After so much work since its last start, a worker's restarts are counted from 0 again."""
+_LONGEST_PAUSE_S = 60.0
+"""Before a restart."""
 
 
 class State(StrEnum):
@@ -52,7 +54,7 @@ class Restarts:
 
         Args:
             spawn: Starts a worker's process and returns its handle without waiting; None if no node has a place.
-            most: Restarts of one worker: after 1 s, then after 2, 4, 8 ...; an hour of work resets the count.
+            most: Restarts of one worker: after 1, 2, 4 ... 60 s; an hour of work resets the count.
             start_timeout_s: Longest duration of a start.
         """
         self._spawn, self._most, self._start_timeout_s = spawn, most, start_timeout_s
@@ -76,7 +78,7 @@ class Restarts:
             del self._num_starts[name]
         if self._num_starts[name] >= self._most:
             return self.give_up(name, reason)
-        self._due[name] = time.monotonic() + 2 ** self._num_starts[name]
+        self._due[name] = time.monotonic() + min(2 ** self._num_starts[name], _LONGEST_PAUSE_S)
         self._num_starts[name] += 1
         self._change(name, State.RESTARTING, reason)
 

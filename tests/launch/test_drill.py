@@ -52,7 +52,7 @@ for step in range(len(rows) + 1, steps + 1):
         code = 1
         break
     if children["verifier/0"].poll() is not None:
-        print("verifier/0 was lost (killed); it is started again", flush=True)
+        print(f"verifier/0 {DIES} (killed); restarting", flush=True)
         children["verifier/0"] = start("verifier/0")
         print("verifier/0 is back", flush=True)
     saved = folder / "checkpoints" / f"step-{step:06d}"
@@ -76,10 +76,12 @@ sys.exit(code)
 """
 
 
-def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130) -> DrilledRun:
+def run_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130, dies: str = "died"
+) -> DrilledRun:
     """Make a run whose command is the script; it stands for `python -m areal_lite.launch.commands.main`."""
     script, command = folder / "script.py", folder / "command"
-    script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)))
+    script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)).replace("{DIES}", dies))
     command.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(command))
@@ -145,6 +147,7 @@ def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, m
     [
         ({"code": 1}, "sigterm", r"expected exit code 130 and step \d+ saved, got 1 and"),
         ({"lost": 2}, "queue", ""),
+        ({"dies": "was lost"}, "verifier", r"expected the command to print: \\bverifier/0 died"),
         ({}, "trainer", "expected a process of trainer on this machine, the command ended with 0"),
         ({"lost": "?"}, "queue", "expected step 3, the command ended with 1: .* SyntaxError"),
     ],

@@ -58,26 +58,26 @@ class Starts:
 
 
 def test_a_worker_starts_again_after_longer_and_longer_until_it_was_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 1, 2 and 4 s; another worker has times of its own. Seen failing with a pause of 1 s each time."""
-    starts = Starts(monkeypatch, most=3, takes_s=0.0)
+    """After 1 to 60 s. Seen failing with a pause of 1 s each time, and with one of 64 s."""
+    starts = Starts(monkeypatch, most=8, takes_s=0.0)
     restarts = starts.restarts
-    for number, pause_s in enumerate((1, 2, 4), start=1):
+    for number, pause_s in enumerate((1, 2, 4, 8, 16, 32, 60, 60), start=1):
         lost_at = starts.clock.now
         restarts.lost(A, f"loss {number}")
         assert restarts.states == {A: State.RESTARTING}
-        starts.run(10)
+        starts.run(70)
         assert starts.times()[-1] == lost_at + pause_s
         assert restarts.states == {A: State.JOINING}
         assert restarts.take("rollout").keys() == {A}
         restarts.back(A)
         assert restarts.states == {}
-    restarts.lost(A, "loss 4")
+    restarts.lost(A, "loss 9")
     assert not restarts.awaits("rollout")
-    assert restarts.dead == {A: "loss 4"}
+    assert restarts.dead == {A: "loss 9"}
     restarts.lost(B, "its first")
     assert restarts.states == {A: State.DEAD, B: State.RESTARTING}
     told = [state for worker, state, _ in restarts.changes if worker == A]
-    assert told == [*[State.RESTARTING, State.JOINING, State.HEALTHY] * 3, State.DEAD]
+    assert told == [*[State.RESTARTING, State.JOINING, State.HEALTHY] * 8, State.DEAD]
 
 
 def test_who_was_to_serve_a_queue_that_is_gone_starts_once_more_and_that_is_not_counted(
