@@ -64,7 +64,7 @@ def test_a_scripts_function_comes_without_the_script(tmp_path: Path) -> None:
         "print(reference_to(score, Path('functions')))\n"
     )
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
     )
     assert find_function(done.stdout.strip(), kind="verifier")("", "", "") == 0.5
 

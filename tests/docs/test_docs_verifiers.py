@@ -348,7 +348,7 @@ def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
     if command in ("train", "check-config"):
         words.append("model.path=model")
     typed = [str(Path(sys.executable).with_name(program)), command.replace("train", "check-config"), *words]
-    result = subprocess.run(typed, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(typed, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

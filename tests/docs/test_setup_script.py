@@ -62,7 +62,7 @@ class Checkout:
         environment = os.environ | {"PATH": f"{self.commands}:{self.tools}"}
         command = ["./setup.sh", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
 
     def calls(self) -> list[str]:

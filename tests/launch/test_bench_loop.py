@@ -28,7 +28,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 def write_plan(folder: Path) -> Path:
     """Three runs, of which the second has no data."""
-    config = loop_config(folder, run={"steps": STEPS}, weights={"timeout_s": 5})
+    config = loop_config(folder, run={"steps": STEPS}, weights={"timeout_s": 15})
     recipe = folder / "bench-recipe.yaml"
     recipe.write_text(yaml.safe_dump(config.model_dump()))
     runs: dict[str, dict[str, Any]] = {

@@ -42,7 +42,7 @@ def _adopting_orphans() -> Iterator[None]:
 def start(loop_folder: Path, name: str, *, run: dict[str, Any], **sections: dict[str, Any]) -> UserRun:
     """Type `areal-lite train recipe.yaml run.dir=...`."""
     settings = {"log_samples": GROUPS, **run}
-    config = loop_config(loop_folder, run=settings, weights={"timeout_s": 5, "parity_every": 0}, **sections)
+    config = loop_config(loop_folder, run=settings, weights={"timeout_s": 10, "parity_every": 0}, **sections)
     recipe = loop_folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(config.model_dump()))
     folder = loop_folder / name
@@ -98,7 +98,7 @@ def check_books(run: UserRun, *, total: int) -> None:
 @pytest.fixture(scope="module")
 def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
     """A run of many steps, after Ctrl-C in its first steps."""
-    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 10, "report": True}) as run:
+    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 20, "report": True}) as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
         run.exit_code()
@@ -231,7 +231,7 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
     engine, and where the next signal cuts a rescue short.
     """
     rollout = {"slots": 1, "workflow": f"{SUPPORT / 'loop_workflows.py'}:thinks", "turn_timeout_s": 5}
-    settings = {"steps": 1000, "stall_timeout_s": 8, "max_worker_restarts": 0}
+    settings = {"steps": 1000, "stall_timeout_s": 15, "max_worker_restarts": 0}
     with start(loop_folder, "last", run=settings, rollout=rollout) as run:
         run.wait_for_steps(2)
         os.kill(run.engine_core("rollout/0"), signal.SIGKILL)
@@ -271,7 +271,7 @@ def test_a_hung_verifier_is_replaced_and_a_hung_raylet_delays_no_end(loop_folder
 
     Seen failing with a run that ends with a `StallError`, and with one that never ends, as Ray waits for the raylet.
     """
-    settings = {"steps": 1000, "stall_timeout_s": 8, "max_restarts": 0, "report": False}
+    settings = {"steps": 1000, "stall_timeout_s": 15, "max_restarts": 0, "report": False}
     with start(loop_folder, "hung", run=settings) as run:
         run.wait_for_steps(2)
         hung = run.actor("verifier/0")

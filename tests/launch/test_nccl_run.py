@@ -66,7 +66,7 @@ def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
     }
     trainer = {"ranks": 2, "mesh": {"context": 2}}
     rollout = {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
-    config = loop_config(tmp_path, run=run, trainer=trainer, rollout=rollout)
+    config = loop_config(tmp_path, run=run, trainer=trainer, rollout=rollout, weights={"timeout_s": 15})
 
     def on_step(row: Mapping[str, Any]) -> None:
         if fault := {2: "die", 4: "hang"}.get(row["step"]):

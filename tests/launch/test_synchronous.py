@@ -39,7 +39,7 @@ from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 from areal_lite.weights.handover import hand_over
 
-SOON_S = 30.0
+SOON_S = 120.0
 
 Generate = Callable[[Sequence[tuple[Prompt, Sampling]]], list[Sample]]
 

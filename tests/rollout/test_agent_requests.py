@@ -32,7 +32,7 @@ KINDS = {
 async def post(llm: Any, api: str, body: Mapping[str, Any] | bytes, **headers: str) -> httpx.Response:
     """Send a request over a socket, as it is."""
     content = body if isinstance(body, bytes) else json.dumps({"model": "m", **body})
-    async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
         return await client.post(
             f"{llm.base_url}/{api}", content=content, headers={"x-api-key": llm.api_key, **headers}
         )
@@ -379,7 +379,7 @@ def test_a_stream_opens_at_once_and_shows_signs_of_life(api: str) -> None:
         url, body = f"{llm.base_url}/{api}", {"model": "m", **KINDS[api], "stream": True}
         lines, num_signs = list[str](), 0
         async with (
-            httpx.AsyncClient(timeout=30.0, trust_env=False) as client,
+            httpx.AsyncClient(timeout=120.0, trust_env=False) as client,
             client.stream("POST", url, json=body, headers={"x-api-key": llm.api_key}) as response,
         ):
             async for line in response.aiter_lines():

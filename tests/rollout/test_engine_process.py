@@ -44,12 +44,12 @@ if __name__ == "__main__":
 def test_an_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
     """Its standard output ends only with it. Seen failing, by the timeout, without the thread that watches."""
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    done = subprocess.run([sys.executable, tmp_path / "orphan.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, tmp_path / "orphan.py"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (-9, "set up")
 
 
 def test_an_engine_process_that_is_killed_leaves_no_lock_behind(tmp_path: Path) -> None:
     """Python's tracker of such locks would say so. Seen failing with tqdm's own."""
     (tmp_path / "killed.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, tmp_path / "killed.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, tmp_path / "killed.py"], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("-9\n", "")

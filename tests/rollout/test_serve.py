@@ -80,5 +80,7 @@ def test_what_was_printed_before_is_on_the_screen() -> None:
         "sys.stdout.write('said before')\nwith on_own_screen(): sys.stdout.flush()"
     )
     env = os.environ | {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env
+    )
     assert done.stdout == "said before"

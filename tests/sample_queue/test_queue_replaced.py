@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 from ledger_builders import make_sample, make_settings
-from queue_builders import SOON_S, FakeCursor, connected, make_queue
+from queue_builders import FakeCursor, connected, make_queue
 from scripted_engine import ScriptedEngine
 
 from areal_lite.config.recipe import parse_config
@@ -264,7 +264,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
 def test_workers_keep_what_they_hold_and_what_they_have_done_while_there_was_no_queue() -> None:
     """Over ZeroMQ; no token is generated in vain. Seen failing with results that are handed in as often as any request
     or before what is held was presented, and with nothing presented."""
-    trained, held, (kept, lost), tokens = asyncio.run(asyncio.wait_for(trained_by_workers(asleep_s=1.5), SOON_S))
+    trained, held, (kept, lost), tokens = asyncio.run(asyncio.wait_for(trained_by_workers(asleep_s=1.5), 300))
     assert len(trained) == len(set(trained)) == 48
     assert kept + lost == len(held) >= 8
     assert lost <= 2

@@ -17,7 +17,7 @@ from areal_lite.types import GIVEN, Prompt, Sample, StopReason, VersionSpan
 
 T = TypeVar("T")
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 EOS = 1
 TOKENIZER = build_char_tokenizer(PRINTABLE)
 """A token for each character of ASCII."""

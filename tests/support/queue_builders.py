@@ -15,7 +15,7 @@ from areal_lite.types import Lease, Prompt, Sample, Score, StopReason, VersionSp
 
 LONG_WAIT_S = 60.0
 """The deadline of requests that must be answered before it."""
-SOON_S = 20.0
+SOON_S = 40.0
 """How long the tests wait for what must come before `LONG_WAIT_S`."""
 SCORES = make_scores(0.0, 1.0, "timeout")
 """Of one group."""

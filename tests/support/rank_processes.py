@@ -40,7 +40,9 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=20.0, mesh=MeshConfig(**mesh))
+    join_process_group(
+        address, rank=rank, world_size=world_size, device="cpu", timeout_s=120.0, mesh=MeshConfig(**mesh)
+    )
     try:
         function(rank, world_size, *arguments)
     finally:

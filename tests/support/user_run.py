@@ -137,8 +137,8 @@ class UserRun:
         return [pid for root in roots for pid in self.tree(root) if alive(pid)]
 
     def _left_behind(self) -> list[str]:
-        """Commands of what is still there some seconds after the command's end (Ray's processes end on their own)."""
-        deadline = time.monotonic() + 15
+        """Commands of what is still there half a minute after the command's end (Ray's processes end on their own)."""
+        deadline = time.monotonic() + 30
         while (pids := self.processes()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return [_command(pid) for pid in pids]

@@ -1,9 +1,9 @@
 """The tests' own Ray, whose workers are copies of a process that has imported torch, transformers and vLLM.
 
-Imports are half of what a short run costs. Typed runs, and those of several nodes, start as users' do. Ray runs this
-file in place of Python (`py_executable` of its runtime environments) to start a worker. A worker whose variables differ
-from those that the imports saw starts without a copy. Copies share the seed of Python's hashes: what depends on it,
-only other runs can show.
+Imports are half of what a short run costs; the engine cores of these workers are copies too. Typed runs, and those of
+several nodes, start as users' do. Ray runs this file in place of Python (`py_executable` of its runtime environments)
+to start a worker. A worker whose variables differ from those that the imports saw starts without a copy. Copies share
+the seed of Python's hashes: what depends on it, only other runs can show.
 """
 
 import contextlib
@@ -15,10 +15,13 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ADDRESS = "WARM_WORKERS"
@@ -29,8 +32,26 @@ NOT_SEEN = ("RAY_", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
 """Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
 _START_S, _ASKED_S = 120, 10
 IMPORTED = (
-    "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher"
+    "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher",
+    "vllm.v1.engine.core",
 )  # fmt: skip
+
+
+class ForkedProcess(ForkProcess):
+    """A copy of this process in place of one that vLLM spawns, which would import vLLM again.
+
+    What another thread holds locked stays locked in the copy. The others are Ray's, and an engine core uses no Ray.
+    """
+
+    def run(self) -> None:
+        from areal_lite.rollout.engine_process import set_up_engine_process
+
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # the list's own, which is closed by now
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.close(number)  # the other end must see when the parent is gone
+        set_up_engine_process()  # vLLM's plug-ins count as loaded
+        super().run()
 
 
 @contextlib.contextmanager
@@ -78,6 +99,8 @@ def serve() -> None:
     gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    context = SimpleNamespace(Process=ForkedProcess)
+    vars(sys.modules["vllm.v1.engine.utils"])["get_mp_context"] = lambda: context
     gc.enable()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "threads, which a copy lacks"

@@ -38,7 +38,7 @@ from areal_lite.train.trainer import Trainer
 from areal_lite.types import Sample, Score, Shard
 
 CPU = torch.device("cpu")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 SEQUENCES: list[tuple[list[int], list[int]]] = [
     (tokens[:cut], tokens[cut:])
     for cut, tokens in (

@@ -88,7 +88,7 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
         async with running("hog", timeout_s=1.0 if failure == "timeout" else 10.0) as pool:
             (reply,) = await pool.score(PROMPT, [harm])
             (after,) = await pool.score(PROMPT, ["right"])
-            until = time.monotonic() + 20.0
+            until = time.monotonic() + 60.0
             while (num_left := len(marked(mark))) != usual and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             return reply.failure, after.reward, num_left, pool.gauges()["failures"]

@@ -13,7 +13,7 @@ from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet, weighted_sum
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SOURCE = """
 import os, time
 from areal_lite.verify import VerifyResult

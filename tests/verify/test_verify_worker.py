@@ -14,7 +14,7 @@ from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def make_lease(number, *, texts=("#2", "#3")):

@@ -32,7 +32,7 @@ from areal_lite.weights.publisher import WeightPublisher
 
 HOST = "127.0.0.1"
 PORTS = range(20000, 22000)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SHORT_S = 5.0
 """For transfers that are expected to break off."""
 

@@ -38,7 +38,7 @@ from areal_lite.weights.handover import hand_over
 from areal_lite.weights.nccl import NcclWeightTransferEngine
 from areal_lite.weights.publisher import WeightPublisher
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 SHORT_S = 5.0
 """Of transfers in which an engine is silent."""
 

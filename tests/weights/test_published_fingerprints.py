@@ -17,7 +17,7 @@ from areal_lite.weights.publisher import WeightPublisher
 def check(rank: int, world_size: int, folder: str, mesh: dict[str, int]) -> None:
     config = make_config(trainer={"ranks": world_size, "mesh": mesh}, model={"compute_dtype": "bfloat16"})
     model = load_model(folder, config)
-    places: dict[str, Any] = {"host": "127.0.0.1", "ports": range(20000, 22000), "timeout_s": 20.0}
+    places: dict[str, Any] = {"host": "127.0.0.1", "ports": range(20000, 22000), "timeout_s": 120.0}
     publisher = WeightPublisher(model, transport="gloo", dtype=torch.bfloat16, rank=rank, **places)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {name: int(bit_squares(value.bfloat16())) for name, value in whole.state_dict().items()}

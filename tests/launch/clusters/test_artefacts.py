@@ -86,7 +86,7 @@ def test_a_head_that_has_to_go_waits_until_the_run_is_saved(tmp_path: Path) -> N
         (files / "pid").write_text(f"{run.pid}\n")
         reaper = threading.Thread(target=run.wait)
         reaper.start()
-        subprocess.run(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], timeout=60, check=False)
+        subprocess.run(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], timeout=300, check=False)
         assert saved.exists()
         reaper.join()
 

@@ -39,7 +39,7 @@ class OnNodes:
 
 def processes(job: Job, node: str) -> str:
     shell = str(job.files / f"shell-of-{node}")
-    return subprocess.run([shell, "ps", "-eo", "args"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return subprocess.run([shell, "ps", "-eo", "args"], capture_output=True, text=True, timeout=120, check=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
     settings = config.model_dump(exclude_unset=True)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     words = ["--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
-    words += ["run.stall_timeout_s=10", "weights.timeout_s=5", "launch.pause_s=10", "run.checkpoint_every=1"]
+    words += ["run.stall_timeout_s=15", "weights.timeout_s=10", "launch.pause_s=20", "run.checkpoint_every=1"]
     with (folder / "output").open("w") as output:
         command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)

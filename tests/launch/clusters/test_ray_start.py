@@ -14,7 +14,7 @@ from areal_lite.launch.run.signals import NOTICES
 
 pytestmark = pytest.mark.loop
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 def soon_ended(processes: list[psutil.Process]) -> bool:

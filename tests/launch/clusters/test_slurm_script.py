@@ -141,7 +141,7 @@ def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(
     meta.touch()
     os.utime(meta, (age := time.time() + (60 if saved == "now" else -60), age))
     job = Job(name="told", kind="slurm", folder=str(tmp_path), words=["train", "a"], profile=Profile(enter=enter))
-    done = subprocess.run(["bash", "-s"], input=script(job), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-s"], input=script(job), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, "requeued" in done.stdout) == (130, requeues), done
 
 

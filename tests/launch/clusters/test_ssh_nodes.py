@@ -29,7 +29,7 @@ PermitRootLogin yes
 
 
 def make_key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=30)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=120)
 
 
 @contextmanager
@@ -45,12 +45,12 @@ def serving_ssh(nodes: list[Node], folder: Path) -> Iterator[str]:
         shell = f"ssh {options} -o ConnectionAttempts=20 -p {_PORT} -i {folder}/key {{host}}"
         for node in nodes:
             asked = nodes[0].command([*shell.replace("{host}", node.name).split(), "true"])
-            subprocess.run(asked, check=True, timeout=60)
+            subprocess.run(asked, check=True, timeout=120)
         yield shell
     finally:
         for server in servers:
             server.terminate()
-            server.wait(timeout=10)
+            server.wait(timeout=60)
 
 
 def of_job(name: str) -> list[str]:

@@ -130,7 +130,7 @@ def test_nobody_has_to_read_to_the_end() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=300) == 1
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +276,7 @@ def test_a_third_one_changes_nothing() -> None:
         "cli._Commands.__mro__[1].invoke = stop\n"
         "code = cli.main(['doctor']); os.kill(os.getpid(), signal.SIGINT); raise SystemExit(code)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 130
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300).returncode == 130
 
 
 @pytest.mark.parametrize("message", ["late: rollout/0 [/usr/lib] and [bold]", "no progress for 120 s"])
@@ -302,5 +302,5 @@ def test_help_and_check_config_load_nothing_heavy(words: list[str]) -> None:
         f"import sys; from areal_lite.launch.commands.main import main; main({words})\n"
         "print([name for name in ('ray', 'vllm', 'torch', 'zmq') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "[]"

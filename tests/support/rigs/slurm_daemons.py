@@ -27,7 +27,7 @@ from areal_lite.launch.clusters.job import job_name
 from areal_lite.launch.clusters.remote import output_of
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 180.0
 _POLL_S = 0.2
 _CONF = """\
 ClusterName=rig
