@@ -30,7 +30,7 @@ LONGEST_PAUSE_S = 60
 SHORTEST_S = 300
 """A process that is watched for less, as it was killed, is not compared."""
 MOST_GROWTH = 0.02
-HEADROOM = 0.35
+HEADROOM = 0.4
 """Share of the machine's memory, above what is in use before the run, where Ray's monitor begins to kill."""
 FILL = """
 import psutil, sys, time
@@ -103,13 +103,13 @@ def use_up_memory(threshold: float, run: DrilledRun) -> tuple[str, str]:
 @pytest.mark.soak
 def test_a_run_survives_kills_of_every_kind_and_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger balances, every death is named, and no process grows by more than 2 % in the last twenty minutes."""
-    threshold = min(0.9, psutil.virtual_memory().percent / 100 + HEADROOM)
+    threshold = min(0.85, psutil.virtual_memory().percent / 100 + HEADROOM)
     for name, fault in {"memory-monitor": partial(use_up_memory, threshold), **SPARES}.items():
         monkeypatch.setitem(FAULTS, name, fault)
     monkeypatch.setenv("RAY_memory_usage_threshold", f"{threshold:.3f}")
     words = ["train", "arith_cpu", *SETTINGS, "run.steps=1000000", "rollout.workers=2", "verifier.workers=2"]
     queue, draw = load_config("arith_cpu", []).queue, random.Random()
-    each = draw.sample(KILLS, len(KILLS))
+    each, grown = draw.sample(KILLS, len(KILLS)), dict[str, tuple[float, float]]()
     with WatchedRun(tmp_path / "soak", words, seed=draw.getrandbits(32)) as run:
         run.inject_fault("memory-monitor")
         monkeypatch.delenv("RAY_memory_usage_threshold")
