@@ -7,14 +7,9 @@ run went through and that what the guards are for really happened.
 import math
 from typing import Any
 
-import numpy as np
 import pytest
-import simulator
 from ledger_builders import make_settings
 from simulator import Report, Scenario, Simulation
-
-from areal_lite.sample_queue import decisions
-from areal_lite.sample_queue.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 
@@ -139,27 +134,3 @@ def test_a_short_pipeline_under_a_wide_bound_waits_little() -> None:
     assert (report.tokens_masked, report.counts["stale"]) == (0, 0)
     assert 1.5 * report.duration_s < wait.duration_s
     assert report.duration_s <= 1.1 * mask.duration_s
-
-
-def test_same_seed_same_run() -> None:
-    assert simulate(eta=1, steps=50, seed=7) == simulate(eta=1, steps=50, seed=7)
-
-
-# Each guard is needed: without it the simulation finds a token over age.
-
-
-def test_admission_alone_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every token trainable, what is left of the bound is admission."""
-    monkeypatch.setattr(simulator, "trainable_mask", lambda spans, *, num_tokens, **_: np.ones(num_tokens, bool))
-    with pytest.raises(AssertionError, match="a token over age was trained"):
-        simulate(eta=1)
-
-
-def test_without_its_condition_wait_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "may_take", lambda *_, **__: True)
-    assert simulate(eta=1, on_stale="wait").oldest_token_taken > 1
-
-
-def test_without_discarding_drop_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_drop_over_age", lambda self: [])
-    assert simulate(eta=1, on_stale="drop").oldest_token_taken > 1

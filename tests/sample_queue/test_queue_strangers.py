@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import zmq
-from queue_builders import SCORES, SOON_S, FakeCursor, connected, make_queue, make_ready, make_samples, serving
+from queue_builders import SCORES, SOON_S, FakeCursor, connected, make_queue, make_ready, make_samples
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue.access import KeyPair, QueueAccess, QueueKeys, Role
@@ -139,10 +139,3 @@ def test_a_key_is_in_no_text() -> None:
     secret = access.keys.secret.decode()
     assert secret not in repr(access)
     assert secret not in str(access)
-
-
-def test_without_keys_anybody_is_served() -> None:
-    """What measurements and the other tests use."""
-    with serving() as access, connected(access) as client:
-        assert (access.server_key, access.keys) == (None, None)
-        assert client.status()["version"] == 0

@@ -47,13 +47,6 @@ def test_every_minibatch_is_full_and_every_rank_has_a_row(
         assert max(loads.values()) - min(loads.values()) <= longest
 
 
-def test_same_seed_same_rows_other_seed_other_rows() -> None:
-    lengths = [10] * 16
-    first = assign_rows(lengths, num_minibatches=4, num_ranks=2, seed=1)
-    assert first == assign_rows(lengths, num_minibatches=4, num_ranks=2, seed=1)
-    assert first[0] != assign_rows(lengths, num_minibatches=4, num_ranks=2, seed=2)[0]
-
-
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(10, 1), (8, 3)])
 def test_refuses_uneven_minibatches_and_empty_ranks(num_rows: int, num_ranks: int) -> None:
     with pytest.raises(AssertionError, match="cannot be dealt"):

@@ -57,7 +57,7 @@ def make_queue(
         "max_message_bytes": 2**20,
         "keys": None,
     }
-    options |= {name: changes.pop(name) for name in options if name in changes}
+    options |= {name: changes.pop(name) for name in [*options, "bind", "ports"] if name in changes}
     clock = clock or FakeClock()
     ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
     return QueueServer(ledger, cursor or FakeCursor(), clock=clock, **options)
