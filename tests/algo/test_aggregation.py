@@ -67,14 +67,3 @@ def test_nothing_to_train_has_a_denominator_of_zero(kind: Any) -> None:
         )
         assert weights.tolist() == [0.0] * size
         assert denominator == 0.0
-
-
-def test_refusals() -> None:
-    rows = torch.zeros(2, dtype=torch.int64)
-    wrong: Any = "median"
-    with pytest.raises(ValueError, match="got 'median'"):
-        aggregate(torch.ones(2, dtype=torch.bool), rows_T=rows, num_rows=1, kind=wrong, max_new_tokens=8)
-    with pytest.raises(ValueError, match="boolean loss mask"):
-        aggregate(torch.ones(2), rows_T=rows, num_rows=1, kind="token_mean", max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"'rows': \(2,\)"):
-        aggregate(torch.ones(3, dtype=torch.bool), rows_T=rows, num_rows=1, kind="token_mean", max_new_tokens=8)

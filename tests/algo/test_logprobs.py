@@ -61,19 +61,3 @@ def test_low_precision_logits_are_computed_in_float32(case: tuple[torch.Tensor, 
     assert values.dtype == torch.float32
     reference = numpy_log_softmax(logits.double().numpy() / 0.7)[np.arange(7), token_ids]
     np.testing.assert_allclose(values, reference, rtol=1e-5)
-
-
-def test_no_tokens_give_an_empty_result_with_a_gradient() -> None:
-    logits = torch.zeros((0, 5), requires_grad=True)
-    values = token_logprobs(logits, torch.zeros(0, dtype=torch.int64), temperature=1.0)
-    values.sum().backward()
-    assert values.shape == (0,)
-    assert logits.grad is not None
-    assert token_entropies(logits, temperature=1.0).shape == (0,)
-
-
-def test_refuses_shapes_that_do_not_belong_together() -> None:
-    with pytest.raises(ValueError, match=r"got \(3, 5\) and \(2,\)"):
-        token_logprobs(torch.zeros(3, 5), torch.zeros(2, dtype=torch.int64), temperature=1.0)
-    with pytest.raises(ValueError, match=r"got \(1, 3, 5\)"):
-        token_entropies(torch.zeros(1, 3, 5), temperature=1.0)

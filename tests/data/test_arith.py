@@ -1,6 +1,5 @@
 """The built-in task and its verifier."""
 
-import itertools
 import re
 from decimal import Decimal
 
@@ -20,20 +19,8 @@ def test_every_problem_is_a_correct_chain():
         totals = [eval(step.partition("=")[0]) for step in steps.split(";")]
         assert [int(step.partition("=")[2]) for step in steps.split(";")] == totals
         assert eval(chain) == totals[-1] == int(final) == int(problem.answer)
-
-
-def test_each_step_begins_with_the_total_before():
-    for problem in arith_problems(ArithConfig(min_terms=3, max_terms=6), "eval"):
-        steps = problem.demonstration.partition("#")[0].split(";")
-        for before, after in itertools.pairwise(steps):
-            assert re.match(r"\d+", after)[0] == before.partition("=")[2]
-
-
-def test_settings_bound_the_chains():
-    settings = ArithConfig(min_terms=3, max_terms=5, max_value=20)
-    chains = [re.findall(r"\d+", problem.prompt) for problem in arith_problems(settings, "train")]
-    assert {len(chain) for chain in chains} == {3, 4, 5}
-    assert {int(number) for chain in chains for number in chain} == set(range(1, 21))
+        for total, step in zip(totals, steps.split(";")[1:], strict=False):
+            assert re.match(r"\d+", step)[0] == str(total)
 
 
 def test_characters_are_those_used_and_totals_never_negative():
@@ -76,36 +63,23 @@ def test_too_few_possible_problems_is_an_error(split):
         arith_problems(settings, split)
 
 
-def test_gold_solutions_score_one_and_others_zero():
-    problems = arith_problems(ArithConfig(), "eval")
-    for problem, other in zip(problems, problems[1:] + problems[:1], strict=True):
-        assert last_number()(problem.prompt, problem.demonstration, problem.answer) == 1.0
-        assert last_number()(problem.prompt, other.demonstration, problem.answer) == float(
-            problem.answer == other.answer
-        )
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
         ("7+25=32;32+13=45#45", "45"),
         ("#45#46", "46"),
         ("7+25=32#", None),
-        ("7+25=32", "32"),
         ("#### 1,234", "1234"),
         ("#### $1,234.50.", "1234.5"),
         ("#### -3", "-3"),
-        ("20-5", "5"),
         ("#\u22125", "-5"),
         ("#\u20135", "-5"),
         ("5\u20137", "7"),
         ("between 3 and -4", "-4"),
         ("about .5 of it", "0.5"),
-        ("first 1, 2,3", "3"),
         ("12,3456", "3456"),
         ("1,234,567", "1234567"),
         ("no digits", None),
-        ("", None),
         ("٣", None),
         ("#" + "9" * 5000, "9" * 5000),
     ],

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from ledger_builders import make_scores
@@ -50,15 +49,6 @@ def test_the_candidate_nearest_to_half_is_picked() -> None:
     assert [cursor.next().prompt_id for _ in range(2)] == [order[2], order[6]]
 
 
-def test_the_past_fades() -> None:
-    """Memory 0.5: 1, then 0 and 0 make 0.25. So 0.3 is preferred to it, where the mean of 1/3 would be nearer."""
-    cursor, order = make_curriculum(), plain_order(40, 4)
-    for prompt_id, rates in zip(order, [[1.0, 0.0, 0.0], [0.3], [0.0], [1.0]], strict=True):
-        for rate in rates:
-            cursor.observe(prompt_id, rate)
-    assert cursor.next().prompt_id == order[1]
-
-
 def test_strength_is_the_share_of_picks() -> None:
     """A pick uses up four prompts of the shuffle, a plain one one: at strength 0.25 on average 1.75.
 
@@ -97,35 +87,6 @@ def test_nobody_starves(strength: float) -> None:
         cursor.observe(prompt_id, 0.5 if index % 2 else 0.0)
     longest = max(longest, *(6000 - last for last in last_given.values()))
     assert longest <= 2 * 16 * (size / 4) / (1 if strength == 1.0 else 0.4)
-
-
-def mixed_share(cursor: Any, abilities: dict[int, float], *, steps: int) -> float:
-    """Play a policy that solves each prompt with a probability of its own: the share of groups that can teach."""
-    rng, mixed = random.Random(0), 0
-    for _ in range(steps):
-        prompt_id = cursor.next().prompt_id
-        solved = [rng.random() < abilities[index_of(prompt_id)] for _ in range(8)]
-        mixed += 0 < sum(solved) < 8
-        cursor.observe(prompt_id, sum(solved) / 8)
-    return mixed / steps
-
-
-def test_more_groups_have_mixed_outcomes_than_in_a_plain_shuffle() -> None:
-    """512 prompts: 60 % never solved, 20 % always, 20 % half of the time. A plain shuffle has 20 % of mixed groups.
-
-    At strength 1 the hopeless come back after 4 epochs' worth of picks, so that they take a share of at most
-    0.8 / 4 = 0.2, and once each at the start. Seen: 0.20 plain, 0.45 at strength 0.5, 0.71 at 1.
-    Seen failing with the candidate that is furthest from 1/2 picked.
-    """
-    abilities = {index: [0.0, 0.0, 0.0, 1.0, 0.5][index % 5] for index in range(512)}
-    plain = PromptCursor(make_prompts(512, name="train"), source="train", seed=0)
-    shares = [mixed_share(plain, abilities, steps=4000)] + [
-        mixed_share(make_curriculum(512, strength=strength, candidates=8), abilities, steps=4000)
-        for strength in (0.5, 1.0)
-    ]
-    assert shares[0] < 0.25
-    assert shares[1] > 1.5 * shares[0]
-    assert shares[2] > 2.5 * shares[0]
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 9, 60])

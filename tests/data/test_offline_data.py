@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
-from areal_lite.data.arith import CHARACTERS, arith_problems, preference_pairs
+from areal_lite.data.arith import CHARACTERS, preference_pairs
 from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
@@ -87,11 +87,6 @@ def test_a_long_chat_keeps_its_earlier_answers_in_the_prompt(
     assert texts(tokenizer, load(tokenizer, path=path)) == [("u:a.a:b<eos>.u:c.a:", "d<eos>")]
 
 
-def test_plain_texts_become_a_chat_where_the_recipe_says_so(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "hi", "completion": "yo"}])
-    assert texts(tokenizer, load(tokenizer, path=path, chat=True)) == [("u:hi.a:", "yo<eos>")]
-
-
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -145,12 +140,6 @@ def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     assert texts(tokenizer, data) == [("q", "yes<eos>", "no<eos>"), ("u:q.a:", "good<eos>", "bad<eos>")]
 
 
-def test_columns_may_have_other_names(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"q": "one ", "a": "two"}])
-    data = load(tokenizer, path=path, prompt_column="q", completion_column="a")
-    assert texts(tokenizer, data) == [("one ", "two<eos>")]
-
-
 # --- datasets folders ---
 
 
@@ -188,30 +177,6 @@ def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: 
     assert (len(data.train), len(data.held_out)) == (4, 2)
     with pytest.raises(DataError, match="must have a split named train, got test"):
         load(tokenizer, source="dataset", path=str(tmp_path / "eval"))
-
-
-def test_a_datasets_folder_is_loaded_once(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both splits and the look for them. Seen failing with a load for each."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
-    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "data"))
-    loads, load_from_disk = [], datasets.load_from_disk
-    monkeypatch.setattr(datasets, "load_from_disk", lambda *a, **k: loads.append(a) or load_from_disk(*a, **k))
-    data = load(tokenizer, source="dataset", path=str(tmp_path / "data"))
-    assert (len(data.train), len(data.held_out), len(loads)) == (4, 4, 1)
-
-
-def test_a_datasets_folder_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"there is none at .*nowhere"):
-        load(tokenizer, source="dataset", path=str(tmp_path / "nowhere"))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"broken is no readable dataset"):
-        load(tokenizer, source="dataset", path=str(tmp_path / "broken"))
 
 
 # --- what is held out ---
@@ -348,20 +313,9 @@ def test_every_built_in_pair_has_a_right_and_a_wrong_answer(split: Any) -> None:
         assert not rejected.endswith(f"#{right}")
 
 
-def test_built_in_splits_have_no_prompt_in_common() -> None:
-    held_out = {problem.prompt for problem in arith_problems(ARITH, "eval")}
-    assert {prompt for prompt, _, _ in preference_pairs(ARITH, "eval", carelessness=0.6)} <= held_out
-    assert not held_out & {prompt for prompt, _, _ in preference_pairs(ARITH, "train", carelessness=0.6)}
-
-
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_the_built_in_task_as_rows(command: str) -> None:
     data = load(build_char_tokenizer(CHARACTERS), command, source="arith", carelessness=0.6, arith=ARITH.model_dump())
     assert len(data.held_out) > 50
     assert not {tuple(example.prompt) for example in data.train} & {tuple(example.prompt) for example in data.held_out}
     assert {len(example.completions) for example in data.train} == {1 if command == "sft" else 2}
-
-
-def test_a_task_without_carries_makes_no_pairs() -> None:
-    with pytest.raises(ConfigError, match="must have carries or borrows to forget"):
-        preference_pairs(ArithConfig(max_terms=2, max_value=4, minus_share=0, eval_size=2), "train", carelessness=1.0)

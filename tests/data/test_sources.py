@@ -11,10 +11,9 @@ import datasets
 import pytest
 from source_builders import ROWS, load, load_one, recipe, source_of, write_parquet
 
-from areal_lite.config.data import is_hub_id
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.demonstrations import PRINTABLE
-from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.launch.commands import eval as eval_command
@@ -124,14 +123,6 @@ def test_a_hub_id_is_loaded_by_name_and_configuration(tmp_path: Path, monkeypatc
     assert local.data.path == str(tmp_path / "folder")
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("a/b", True), ("a/b:c", True), ("a", True), ("./a", False), ("/a/b", False), ("a/b/c", False), ("", False)],
-)
-def test_what_may_be_a_hub_id(path: str, expected: bool) -> None:
-    assert is_hub_id(path) == expected
-
-
 def test_a_hub_that_does_not_answer_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*arguments: Any) -> Any:
         raise ConnectionError("no network")
@@ -232,12 +223,6 @@ def test_a_filter_that_leaves_nothing_is_an_error(rules: dict[str, Any], message
         load_one(source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), filter=rules))
 
 
-def test_filters_ask_nothing_of_rows_that_are_not_there(tmp_path: Path) -> None:
-    """Nothing held out stays nothing. Seen failing with the column of a range looked for among no rows."""
-    rules = {"ranges": {"level": [1, 2]}, "max_prompt_tokens": 5}
-    assert load_one(source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), filter=rules), "eval") == []
-
-
 def test_a_filter_makes_room_where_prompts_are_too_long(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     sections = {"model": {"max_context": 12}, "rollout": {"max_new_tokens": 6}}
@@ -311,22 +296,6 @@ def test_a_mix_keeps_its_sources_apart_by_their_ids(tmp_path: Path) -> None:
     assert [prompt.prompt_id for prompt in train["mine"]] == ["mine/0/0", "mine/0/1", "mine/0/2"]
     ids = {name: [prompt.prompt_id for prompt in prompts] for name, prompts in held_out.items()}
     assert ids == {"sums": ["sums/eval/0", "sums/eval/1"], "mine": ["mine/eval/0"], "blind": []}
-
-
-def test_all_prompts_of_a_source_are_tokenised_in_one_call(tmp_path: Path) -> None:
-    """Row by row ten thousand prompts take seconds. Seen failing with the tokenizer called for each row."""
-    tokenizer, calls = build_char_tokenizer(PRINTABLE), list[int]()
-
-    class Counting:
-        chat_template = bos_token_id = None
-
-        def __call__(self, texts: list[str], **options: Any) -> Any:
-            calls.append(len(texts))
-            return tokenizer(texts, **options)
-
-    config = recipe(data=source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS * 100)))
-    assert len(load_source(config, Counting(), "train")) == 300  # type: ignore[arg-type]
-    assert calls == [300]
 
 
 VERL_ROWS = [

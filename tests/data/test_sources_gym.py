@@ -65,10 +65,6 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
         assert reasoning_gym()(back.text, "no idea", back.answer, **back.row).reward < 0.1
 
 
-def test_a_demonstration_is_the_answer() -> None:
-    assert all(row["demonstration"] == row["answer"] for row in gym_rows(make_settings(), "train", where="data"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -1,10 +1,14 @@
 """Recipes and trainers for the tests of presets and knobs."""
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from plain_trainer import row_logprobs
 from torch import nn
 from train_builders import make_config
 from transformers import AutoModelForCausalLM
@@ -12,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.presets import expand_preset
 from areal_lite.config.recipe import Config
 from areal_lite.train.trainer import Trainer
+from areal_lite.types import Row
 
 LIMIT = 12
 """rollout.max_new_tokens: some of the rows are longer than four fifths of it."""
@@ -43,6 +48,17 @@ def save_model_near(model_folder: str, folder: Path) -> str:
             parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def near_behaviour(rows: Iterable[Row], model_folder: str, *, noise: float) -> list[Row]:
+    """Give rows behaviour logprobs that lie near the model's own, as after a few steps of training."""
+    rng, model = np.random.default_rng(1), AutoModelForCausalLM.from_pretrained(model_folder)
+    moved = []
+    for row in rows:
+        logprobs_T = row_logprobs(model, row, 0.8).detach().numpy()
+        logprobs_T = (logprobs_T + rng.normal(0, noise, len(logprobs_T))).astype(np.float32)
+        moved.append(dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs_T)))
+    return moved
 
 
 def assert_same(got: nn.Module, expected: nn.Module, *, atol: float = 2e-4) -> None:

@@ -116,14 +116,3 @@ def test_given_tokens_have_no_age() -> None:
     assert staleness.num_trainable(sample.spans, version=5, max_staleness=2) == 3
     assert staleness.num_trainable(sample.spans, version=5, max_staleness=1) == 0
     assert sample.oldest_version == 3
-
-
-def test_a_sample_ends_with_a_token_of_the_model() -> None:
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=GIVEN, start=1, end=3))
-    with pytest.raises(ValueError, match="must end with a token that the model produced"):
-        dataclasses.replace(make_sample(), spans=spans)
-
-
-def test_step_rewards_are_at_tokens_of_the_sample() -> None:
-    with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
-        scored(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),))

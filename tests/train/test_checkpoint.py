@@ -62,16 +62,6 @@ def test_saving_before_the_first_step_disturbs_nothing(model_folder: str, tmp_pa
     assert_equal(full_state(resumed), full_state(straight))
 
 
-def test_random_state_is_restored(model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(model_folder)
-    torch.manual_seed(7)
-    trainer.snapshot()(tmp_path)
-    expected = torch.rand(3)
-    torch.manual_seed(8)
-    trainer.load(tmp_path)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
     """PPO with an adaptive KL coefficient: step, save, step equals load, step, critic and coefficient included.
 
@@ -117,19 +107,15 @@ def test_an_older_checkpoint_has_no_coefficients_and_no_outputs(
     assert "the loaded model is not compared" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["no data", "another critic"])
-def test_a_broken_critic_is_refused(model_folder: str, tmp_path: Path, damage: str) -> None:
+def test_another_critic_is_refused(model_folder: str, tmp_path: Path) -> None:
     """Before the policy is touched."""
     trainer, fresh = make_trainer(model_folder, **PPO), make_trainer(model_folder, **PPO)
     before = {name: copy.deepcopy(value) for name, value in full_state(fresh).items()}
     trainer.train_step(shard(0))
     trainer.snapshot()(tmp_path)
-    if damage == "no data":
-        (tmp_path / "critic" / ".metadata").unlink()
-    else:
-        meta = json.loads((tmp_path / "meta.json").read_text())
-        meta["critic"]["score.weight"] = [[1, 64], "torch.float32"]
-        (tmp_path / "meta.json").write_text(json.dumps(meta))
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta["critic"]["score.weight"] = [[1, 64], "torch.float32"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(CheckpointError, match=r"checkpoint in .*critic"):
         fresh.load(tmp_path)
     assert_equal(full_state(fresh), before)
@@ -153,7 +139,7 @@ def test_another_model_is_refused_with_the_difference(
     assert_equal(full_state(trainer), before)
 
 
-@pytest.mark.parametrize("damage", ["nothing there", "no meta", "cut meta", "other meta", "no data", "cut data"])
+@pytest.mark.parametrize("damage", ["nothing there", "cut meta", "other meta", "no data", "cut data"])
 def test_a_broken_checkpoint_is_refused(model_folder: str, tmp_path: Path, damage: str) -> None:
     trainer, folder = make_trainer(model_folder), tmp_path / "checkpoint"
     trainer.snapshot()(folder)
@@ -161,8 +147,6 @@ def test_a_broken_checkpoint_is_refused(model_folder: str, tmp_path: Path, damag
     match damage:
         case "nothing there":
             shutil.rmtree(folder)
-        case "no meta":
-            meta.unlink()
         case "cut meta":
             meta.write_text(meta.read_text()[:100])
         case "other meta":
@@ -247,18 +231,6 @@ def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_i
         fresh.load(checkpoint / "trainer")
     assert fresh.version == 0
     make_trainer(model_folder, weights={"parity_limit": 0}).load(checkpoint / "trainer")
-
-
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_export_loads_in_transformers(tmp_path: Path, tie_embeddings: bool) -> None:
-    trainer = make_trainer(save_tiny_model(tmp_path / "model", tie_embeddings=tie_embeddings))
-    trainer.train_step(shard(0))
-    trainer.export(tmp_path / "export")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert_equal(exported.state_dict(), trainer.model.state_dict())
-    assert exported.config.tie_word_embeddings == tie_embeddings
-    assert AutoTokenizer.from_pretrained(tmp_path / "export").encode("07") == [2, 9]
-    assert list((tmp_path / "export").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, save_family
@@ -66,19 +65,6 @@ def test_packed_positions_by_hand() -> None:
     assert batch.tokens_T.tolist() == [2, 0, 1]
 
 
-def test_values_are_spread_and_split_by_row() -> None:
-    rows = TokenRows(PAIRS)
-    spread = rows.spread(np.array([1.0, 2.0, 3.0, 4.0], np.float32))
-    assert spread.tolist() == [1, 1, 2, 2, 2, 2, 3, 4, 4, 4]
-    assert [part.tolist() for part in rows.split(spread)] == [[1, 1], [2, 2, 2, 2], [3], [4, 4, 4]]
-    assert TokenRows([]).split(np.empty(0, np.float32)) == []
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        TokenRows([([], [3])])
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 12, 1000])
 def test_logits_equal_those_of_rows_alone(model: nn.Module, max_tokens: int, packed: bool) -> None:
@@ -138,14 +124,3 @@ def test_the_model_is_left_as_it_was(model: nn.Module) -> None:
     with pytest.raises(IndexError):
         completion_outputs(model, nowhere, torch.clone)
     assert model(input_ids=tokens).logits.shape[:2] == (1, 3)
-
-
-def test_an_empty_micro_batch_trains_nothing_but_runs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with fewer micro-batches gets empty ones, whose backward pass gives every parameter a zero gradient."""
-    monkeypatch.setattr("areal_lite.train.micro_batch.max_over_ranks", lambda counts: counts.new_tensor([2, 1]))
-    updates = split_micro_batches(TokenRows([]), [[], []], max_tokens=8, device=CPU)
-    assert [len(update) for update in updates] == [2, 1]
-    completion_outputs(model, updates[0][0], torch.clone).sum().backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert not parameter.grad.any()

@@ -134,16 +134,6 @@ def test_a_loss_that_needs_what_there_is_not_is_refused(tmp_path: Path) -> None:
         find_loss_function(config.objective)
 
 
-def test_an_own_advantage_sees_whole_returns(model_folder: str, functions: Path, tmp_path: Path) -> None:
-    """With the KL charged in the reward, and a discount: one number a sample, on all of its tokens."""
-    near = save_model_near(model_folder, tmp_path)
-    knobs = {"kl": "reward", "kl_coef": 0.5}
-    built_in, _ = step(model_folder, near, **knobs)
-    stats, _ = step(model_folder, near, **knobs, advantage_function=f"{functions}:same_advantages")
-    assert np.isfinite(stats["loss"])
-    assert stats["advantage_std"] != built_in["advantage_std"]
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [

@@ -2,20 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
-from preset_builders import assert_same_stats
-from torch import nn
+from plain_trainer import row_logprobs
+from preset_builders import assert_same_stats, make_trainer, near_behaviour
 from train_builders import make_config, make_rows, make_sample, make_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from areal_lite.config.recipe import Config
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.errors import LedgerError
 from areal_lite.train.model import load_model
@@ -31,31 +28,6 @@ REWARDS = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
 def rows(model_folder: str) -> list[Row]:
     """Rows whose behaviour logprobs lie near the model's own, as after a few steps of training."""
     return near_behaviour(make_rows(old_tokens=2), model_folder, noise=0.3)
-
-
-def near_behaviour(rows: Iterable[Row], model_folder: str, *, noise: float) -> list[Row]:
-    rng, model = np.random.default_rng(1), AutoModelForCausalLM.from_pretrained(model_folder)
-    moved = []
-    for row in rows:
-        logprobs = row_logprobs(model, row).detach().numpy()
-        sample = dataclasses.replace(
-            row.sample, logprobs=(logprobs + rng.normal(0, noise, len(logprobs))).astype(np.float32)
-        )
-        moved.append(dataclasses.replace(row, sample=sample))
-    return moved
-
-
-def row_logprobs(model: nn.Module, row: Row, temperature: float = 0.8) -> torch.Tensor:
-    tokens = [*row.prompt_token_ids, *row.sample.token_ids.tolist()]
-    logits = model(input_ids=torch.tensor([tokens])).logits[0] / temperature
-    start = len(row.prompt_token_ids)
-    return torch.stack([torch.log_softmax(logits[t - 1], -1)[tokens[t]] for t in range(start, len(tokens))])
-
-
-def make_trainer(model_folder: str, config: Config) -> Trainer:
-    trainer = Trainer(config, model_folder=model_folder, rank=0)
-    trainer.version = 5
-    return trainer
 
 
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -106,13 +78,6 @@ def test_micro_batch_split_and_row_order_change_nothing(
     assert_same_stats(stats, expected_stats)
 
 
-def test_activation_checkpointing_changes_nothing(model_folder: str, rows: list[Row]) -> None:
-    shard = make_shard(rows, rewards=REWARDS)
-    expected, _ = step(model_folder, shard)
-    got, _ = step(model_folder, shard, trainer={"activation_checkpointing": True})
-    assert_same(got, expected, atol=1e-7)
-
-
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +106,7 @@ def test_behaviour_statistics_against_scores(model_folder: str, rows: list[Row])
     _, stats = step(model_folder, make_shard(rows), trainer={"minibatches": 1}, objective={"behaviour_weight_cap": 1.2})
     model, gaps = AutoModelForCausalLM.from_pretrained(model_folder), []
     for row in rows:
-        gap = torch.tensor(row.sample.logprobs) - row_logprobs(model, row).detach()
+        gap = torch.tensor(row.sample.logprobs) - row_logprobs(model, row, 0.8).detach()
         gaps.append(gap[row.sample.spans[0].end if len(row.sample.spans) > 1 else 0 :])
     gap_T = torch.cat(gaps).double()
     weight_T = torch.exp(-gap_T)
@@ -209,12 +174,6 @@ def test_a_difference_that_is_no_number_is_reported_as_infinite(
     moved[broken] = dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs))
     _, stats = step(model_folder, make_shard(moved, rewards=REWARDS))
     assert stats["behav_prox_max_abs_diff_age0"] == math.inf
-
-
-def test_statistics_survive_msgpack(model_folder: str, rows: list[Row]) -> None:
-    _, stats = step(model_folder, make_shard(rows, rewards=REWARDS))
-    assert msgpack.unpackb(msgpack.packb(stats), strict_map_key=False) == stats
-    assert all(type(value) in (int, float, dict, type(None)) for value in stats.values())
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preset_builders import save_model_near
 from rank_processes import run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
-from transformers import AutoModelForCausalLM
 
 from areal_lite.config.presets import expand_preset
 from areal_lite.train.trainer import Trainer
@@ -92,12 +92,7 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     shared = tmp_path_factory.mktemp("shared")
     model_folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    torch.manual_seed(3)
-    reference = AutoModelForCausalLM.from_pretrained(model_folder)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    reference.save_pretrained(shared / "reference")
+    save_model_near(model_folder, shared / "reference")
     folders = {world_size: tmp_path_factory.mktemp(f"ranks-{world_size}") for world_size in (1, 2)}
     run_ranks(train, model_folder, str(shared), str(folders[2]))
     run_ranks(train, model_folder, str(shared), str(folders[1]), world_size=1)
@@ -106,7 +101,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str) -> None:
-    """Same policy and critic after two steps of two updates.
+    """Same policy and critic after two steps of two updates; every rank reports the whole batch.
 
     Seen failing with returns of a rank's own rows (rloo, dapo), a deviation of its own tokens (ppo), a filter that
     sorts its own tokens (m2po).
@@ -116,16 +111,11 @@ def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str) ->
     for model, weights in one.items():
         for key, value in weights.items():
             torch.testing.assert_close(two[model][key], value, atol=3e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_statistics_are_global(outputs: dict[int, Path], name: str) -> None:
-    """Every rank reports the whole batch, adaptive coefficients included. Seen failing with the same breakages."""
-    one = json.loads((outputs[1] / f"{name}-0.json").read_text())
-    assert one[0]["step_skipped"] == 0
+    stats = json.loads((outputs[1] / f"{name}-0.json").read_text())
+    assert stats[0]["step_skipped"] == 0
     for rank in range(2):
-        two = json.loads((outputs[2] / f"{name}-{rank}.json").read_text())
-        for got, expected in zip(two, one, strict=True):
+        of_rank = json.loads((outputs[2] / f"{name}-{rank}.json").read_text())
+        for got, expected in zip(of_rank, stats, strict=True):
             for key, value in expected.items():
                 if value is None or isinstance(value, dict):
                     assert got[key] == value, key

@@ -18,12 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from train_builders import VOCABULARY, make_config, make_rows, make_shard, save_tiny_model
 
-from areal_lite.config.offline import OfflineConfig
-from areal_lite.data.completions import Example, OfflineData
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train import chunked_logits
-from areal_lite.train.model import load_model
-from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row
 
@@ -34,7 +30,6 @@ SEQUENCES = [((2, 3), (4, 5, 6)), ((7,), (8, 1))]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pieces": {"trainer": {"reduce_every": "update", "micro_batch_tokens": 20}},
-    "checkpointing": {"trainer": {"activation_checkpointing": True, "micro_batch_tokens": 4096}},
     "bfloat16": {"model": {"compute_dtype": "bfloat16"}},
     "offload": {"trainer": {"offload": True}},
     "decay": {"trainer": {"weight_decay": 5.0}},
@@ -86,19 +81,6 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
             if world_size == 2:
                 assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
                 assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-    supervised(rank, world_size, model_folder, out)
-
-
-def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
-    model = load_model(model_folder, make_config(trainer={"ranks": world_size}))
-    examples = [Example(list(row.prompt_token_ids), (row.sample.token_ids.tolist(),)) for row in batch_rows()]
-    trainer = {"lr": 1e-2, "micro_batch_tokens": 20, "ranks": world_size}
-    raw = {"command": "sft", "run": {"steps": 3}, "trainer": {"batch_size": 5, **trainer}}
-    config = OfflineConfig.model_validate(raw)
-    loop = OfflineTrainer(config, model, OfflineData(train=examples, held_out=[]), rank=rank)
-    losses: list[float] = []
-    loop.run(lambda done, total, loss: losses.append(loss))
-    (Path(out) / f"supervised-{rank}.json").write_text(json.dumps(losses))
 
 
 def _at(row: Row, version: int) -> Row:
@@ -125,7 +107,6 @@ def record(folder: Path, name: str, *, uneven: bool, rank: int = 0) -> dict[str,
     ("name", "tolerance"),
     [
         ("plain", 2e-5),
-        ("checkpointing", 2e-5),
         ("bfloat16", 2e-2),
         ("pieces", 2e-5),
         ("offload", 2e-5),
@@ -166,10 +147,3 @@ def test_gradients_are_reduced_as_often_as_asked(outputs: dict[int, Path]) -> No
     """Both layers and the rest once in each of two updates of several passes. Seen failing without the setting."""
     assert [record(outputs[2], "pieces", uneven=True, rank=rank)["reduced"] for rank in range(2)] == [6, 6]
     assert record(outputs[2], "plain", uneven=True)["reduced"] > 6
-
-
-def test_supervised_loss_is_global(outputs: dict[int, Path]) -> None:
-    """Three steps' losses, with five examples split three to two."""
-    one = json.loads((outputs[1] / "supervised-0.json").read_text())
-    for rank in range(2):
-        assert json.loads((outputs[2] / f"supervised-{rank}.json").read_text()) == pytest.approx(one, rel=1e-4)

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_trainer import PlainTrainer, row_logprobs
-from preset_builders import assert_same, config_of, make_trainer
+from plain_trainer import PlainTrainer
+from preset_builders import assert_same, config_of, make_trainer, near_behaviour
 from train_builders import make_rows, make_shard
-from transformers import AutoModelForCausalLM
 
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
@@ -45,12 +44,8 @@ def with_turns(row: Row, *, scored: bool) -> Row:
 @pytest.fixture(scope="module")
 def rows(model_folder: str) -> list[Row]:
     """Every second row that is long enough has turns; two samples could not be generated, the very last among them."""
-    rng, model = np.random.default_rng(1), AutoModelForCausalLM.from_pretrained(model_folder)
     made = []
-    for index, row in enumerate(make_rows(old_tokens=2)):
-        logprobs = row_logprobs(model, row, 0.8).detach().numpy()
-        logprobs = (logprobs + rng.normal(0, 0.3, len(logprobs))).astype(np.float32)
-        row = dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs))
+    for index, row in enumerate(near_behaviour(make_rows(old_tokens=2), model_folder, noise=0.3)):
         is_scored = not np.isnan(OUTCOMES[row.group_index, row.sample_index])
         made.append(with_turns(row, scored=is_scored) if index % 2 == 0 and row.sample.num_tokens > 5 else row)
         if not is_scored:
@@ -106,24 +101,31 @@ def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
     assert min(stats["age_histogram"]) >= 0
 
 
-def test_a_step_reward_is_credited_to_what_led_to_it(model_folder: str) -> None:
+def advantages_of(steps: tuple[StepReward, ...], rewards: list[float], **objective: Any) -> np.ndarray:
+    """Return the advantages of a group of samples of four tokens, each with these steps and an outcome."""
+    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
+    spans, score = (VersionSpan(version=5, start=0, end=4),), Score(reward=1.0, step_rewards=steps)
+    changes: dict[str, Any] = {"token_ids": tokens, "logprobs": logprobs, "spans": spans, "score": score}
+    rows = [
+        dataclasses.replace(row, sample=dataclasses.replace(row.sample, **changes))
+        for row in make_rows(groups=1, samples=len(rewards), minibatches=1)
+    ]
+    shard = dataclasses.replace(make_shard(rows, rewards=np.array([rewards])), has_step_rewards=True)
+    queue = {"groups_per_step": 1, "samples_per_group": len(rewards)}
+    config = config_of({"objective": objective, "trainer": {"minibatches": 1}, "queue": queue})
+    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
+    batch_advantages(batch, config=config, kl_coef=0.0)
+    return batch.tokens.advantages_T.numpy()
+
+
+def test_a_step_reward_is_credited_to_what_led_to_it() -> None:
     """Two samples earn the same in all; tokens behind the step get less of it than tokens before.
 
     Baseline none, no scale: the advantage is the return from the token on. A step of 1 at token 1 of 4, outcome 2:
     returns 3, 3, 2, 2. Derived by hand.
     """
-    row = make_rows(groups=1, samples=1, minibatches=1)[0]
-    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
-    spans = (VersionSpan(version=5, start=0, end=4),)
-    score = Score(reward=2.0, step_rewards=(StepReward(token=1, value=1.0),))
-    sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, score=score)
-    row = dataclasses.replace(row, sample=sample)
-    shard = dataclasses.replace(make_shard([row], rewards=np.array([[3.0]])), has_step_rewards=True)
-    sections = {"objective": {"baseline": "none", "scale": "none"}, "trainer": {"minibatches": 1}}
-    config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 1}})
-    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
-    batch_advantages(batch, config=config, kl_coef=0.0)
-    assert batch.tokens.advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]
+    advantages_T = advantages_of((StepReward(token=1, value=1.0),), [3.0], baseline="none", scale="none")
+    assert advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]
 
 
 def test_what_comes_late_is_compared_with_what_comes_late() -> None:
@@ -133,18 +135,6 @@ def test_what_comes_late_is_compared_with_what_comes_late() -> None:
     1.6 and 1.5, 1.1 and 1.0, at each place half of 0.1 above and below their mean; the totals' deviation is
     0.1 / sqrt(2). Seen failing with the totals' mean as the baseline of all tokens: -20.5 on the last of the better.
     """
-    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
-    steps = tuple(StepReward(token=token, value=0.5) for token in range(3))
-    rows = []
-    for row in make_rows(groups=1, samples=2, minibatches=1):
-        spans = (VersionSpan(version=5, start=0, end=4),)
-        score = Score(reward=1.0, step_rewards=steps)
-        sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, score=score)
-        rows.append(dataclasses.replace(row, sample=sample))
-    shard = dataclasses.replace(make_shard(rows, rewards=np.array([[2.6, 2.5]])), has_step_rewards=True)
-    sections = {"objective": {"preset": "areal"}, "trainer": {"minibatches": 1}}
-    config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 2}})
-    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
-    batch_advantages(batch, config=config, kl_coef=0.0)
+    advantages_T = advantages_of(tuple(StepReward(token=token, value=0.5) for token in range(3)), [2.6, 2.5])
     half = 0.05 / (0.1 / np.sqrt(2))
-    np.testing.assert_allclose(batch.tokens.advantages_T, [half] * 4 + [-half] * 4, rtol=1e-4)
+    np.testing.assert_allclose(advantages_T, [half] * 4 + [-half] * 4, rtol=1e-4)

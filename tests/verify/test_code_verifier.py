@@ -36,20 +36,6 @@ def fresh() -> Iterator[None]:
     choose_kind.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("```python\nprint(1)\n```\nor better\n```py\nprint(2)\n```", "print(2)\n"),
-        ("```python\nprint(1)\n```\nIt writes:\n```text\n1\n```", "print(1)\n"),
-        ("```\nprint(1)\n```", "print(1)\n"),
-        ("```python\nprint(1)\nprint('cut", "print(1)\nprint('cut"),
-        ("print(1)", "print(1)"),
-    ],
-)
-def test_the_program_is_the_last_block(text: str, program: str) -> None:
-    assert find_program(text) == program
-
-
 DEFINES, USES, WHOLE = "def triple(x): return 3 * x\n", "print(triple(5))\n", "print(3 * int(input()))\n"
 
 
@@ -60,7 +46,10 @@ def block(text: str, label: str = "python", fence: str = "```") -> str:
 @pytest.mark.parametrize(
     ("text", "program"),
     [
-        (block(WHOLE) + "It writes\n" + block("6\n", ""), WHOLE),
+        ("print(1)", "print(1)"),
+        ("```python\nprint(1)\nprint('cut", "print(1)\nprint('cut"),
+        (block("print(1)\n") + "or better\n" + block(WHOLE, "py"), WHOLE),
+        (block(WHOLE) + "It writes\n" + block("6\n", "text"), WHOLE),
         (block(WHOLE, "") + "It writes\n" + block("6\n", ""), WHOLE),
         ("1. do\n   " + block("x = 1\n   print(x)\n   ").replace("\nx", "\n   x"), "x = 1\nprint(x)\n"),
         ("- " + block("  print(1)\n"), "print(1)\n"),
@@ -74,7 +63,7 @@ def block(text: str, label: str = "python", fence: str = "```") -> str:
         (block(WHOLE) + "wrong again:\n" + block("print(\n"), "print(\n"),
     ],
 )
-def test_output_and_examples_are_not_the_program(text: str, program: str | None) -> None:
+def test_the_program_is_the_last_block_that_is_no_output_and_no_example(text: str, program: str | None) -> None:
     """Seen failing with the last block that is Python or has no label: on output, examples, parts, lists and tildes."""
     joined = f"{DEFINES}\nprint(triple(int(input())))\n"
     assert find_program(text) == (joined if program is None else program)
@@ -173,6 +162,7 @@ def test_the_reward_is_the_share_of_cases_or_all_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("program", "status"),
     [
+        ("while True: pass", "cpu"),
         ("1/0", "crash"),
         ("import sys; sys.exit(3)", "crash"),
         ("import os; os.abort()", "crash"),
@@ -186,14 +176,10 @@ def test_the_reward_is_the_share_of_cases_or_all_or_nothing() -> None:
 def test_a_programs_own_end_is_a_result_that_scores_0(program: str, status: str) -> None:
     """Not an exception, which would be a failed verifier."""
     wall_s = 1.0 if status == "timeout" else 30.0
-    result = run(program, tests=[{"input": "", "output": ""}], wall_s=wall_s, cpu_s=20)
+    cpu_s = 1 if status == "cpu" else 20
+    result = run(program, tests=[{"input": "", "output": ""}], wall_s=wall_s, total_s=wall_s + 9, cpu_s=cpu_s)
     assert (result.reward, result.metrics[status]) == (0.0, 1.0)
     assert result.feedback.startswith(f"case 1 of 1: {status}")
-
-
-def test_processor_time_is_limited_apart_from_wall_time() -> None:
-    result = run("while True: pass", tests=[{"input": "", "output": ""}], cpu_s=1, wall_s=30.0, total_s=30.0)
-    assert result.metrics["cpu"] == 1.0
 
 
 def test_cases_beyond_the_total_are_not_run() -> None:
@@ -221,7 +207,14 @@ def test_only_a_programs_own_processor_time_is_charged() -> None:
 
 def test_all_cases_run_in_one_sandbox_unless_one_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 cases of which the third fills its output: the next starts a second one. Seen failing with one for each."""
-    started = noted_launches(monkeypatch)
+    started: list[Any] = []
+    start = subprocess.Popen
+
+    def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(arguments)
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(program_module.subprocess, "Popen", noting)
     program = "n = int(input())\nwhile n == 2: print(n)\nprint(n)"
     result = run(program, tests=[{"input": str(n), "output": str(n)} for n in range(40)], total_s=30.0)
     assert (result.metrics["passed"], result.metrics["output"]) == (39 / 40, 1 / 40)
@@ -317,11 +310,12 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_value_types_of_the_standard_library_come_over(value: str) -> None:
+def test_value_types_of_the_standard_library_come_over() -> None:
     """Seen failing, each: Python writes no number of more than 4300 digits, and the others equalled nothing."""
     imports = "import datetime\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
-    test_code = f"{imports}assert give({value}) == [{value}]\nassert type(give({value})[0]) is type({value})"
+    test_code = imports + "\n".join(
+        f"assert give({value}) == [{value}]\nassert type(give({value})[0]) is type({value})" for value in VALUES
+    )
     result = run("def give(value): return [value]", test_code=test_code)
     assert (result.reward, result.feedback) == (1.0, "")
     assert run(f"{imports}def give(value): return [None]", test_code=test_code).reward == 0.0
@@ -414,15 +408,6 @@ def test_a_program_cannot_pass_for_a_broken_sandbox() -> None:
     assert run(program, tests=SUM_TESTS).metrics["crash"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"reward": "most"}, {"sandbox": "docker"}, {"wall_s": 0}, {"memory_mb": 1.5}, {"processes": -1}, {"time_s": 3}],
-)
-def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any], fresh: None) -> None:
-    with pytest.raises(VerifierError, match="ValidationError"):
-        Verifier(code, arguments)
-
-
 def test_a_row_cannot_loosen_the_sandbox() -> None:
     """Columns with the names of arguments are columns: 150 MiB are too many, and one case of two is half a point.
 
@@ -462,21 +447,3 @@ def test_a_deadline_shorter_than_the_limits_is_refused(verifier: dict[str, Any],
     enough = {"timeout_s": least} if "named" not in verifier else {}
     named = {name: {**one, "timeout_s": least} for name, one in verifier.get("named", {}).items()}
     check_plugins(parse_config({"verifier": {**verifier, **enough, "named": named}}))
-
-
-def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    started: list[subprocess.Popen[bytes]] = []
-    start = subprocess.Popen
-
-    def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(start(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(program_module.subprocess, "Popen", noting)
-    return started
-
-
-def test_a_closed_program_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = noted_launches(monkeypatch)
-    run("while True: pass", tests=[{"input": "", "output": ""}], wall_s=0.3)
-    assert [process.poll() is None for process in started] == [False]

@@ -1,24 +1,18 @@
-"""The verifier `judge`: against a small server that answers as told, and against a real `vllm serve`."""
+"""The verifier `judge`, against a small server that answers as the test says."""
 
 import asyncio
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from pool_builders import running_pool
-from train_builders import save_tiny_model
 
-from areal_lite.data.tokenizer import PAD
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.types import Prompt
 from areal_lite.verify import VerifyResult
@@ -131,20 +125,23 @@ def test_a_reply_without_a_score_is_an_error_not_a_0(server: Server, reply: str,
         ask(server)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_or_broken_server_is_unavailable_and_asked_once(server: Server, status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (429, VerifierUnavailable),
+        (500, VerifierUnavailable),
+        (400, openai.BadRequestError),
+        (401, openai.AuthenticationError),
+    ],
+)
+def test_a_busy_or_broken_server_is_unavailable_and_asked_once(
+    server: Server, status: int, error: type[Exception]
+) -> None:
     """Asking again is the pool's, which counts it. Seen failing with the client's own retries left on: 3 requests."""
-    server.status, server.body = status, {"error": {"message": "no"}}
-    with pytest.raises(VerifierUnavailable, match="does not answer"):
-        ask(server)
-    assert len(server.asked) == 1
-
-
-@pytest.mark.parametrize(("status", "error"), [(400, openai.BadRequestError), (401, openai.AuthenticationError)])
-def test_a_refused_request_is_no_reason_to_ask_again(server: Server, status: int, error: type[Exception]) -> None:
     server.status, server.body = status, {"error": {"message": "no"}}
     with pytest.raises(error):
         ask(server)
+    assert len(server.asked) == 1
 
 
 def test_no_server_and_a_silent_one_are_unavailable(server: Server) -> None:
@@ -180,13 +177,8 @@ def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.
     [
         {"template": "no place"},
         {"pattern": "score"},
-        {"pattern": "("},
         {"scale": [10, 0]},
-        {"scale": [1]},
-        {"max_tokens": 0},
-        {"temperature": -1.0},
         {"api_key_env": "NO_SUCH_VARIABLE_IS_SET"},
-        {"top_p": 0.5},
     ],
 )
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
@@ -220,73 +212,3 @@ def test_the_pool_asks_several_at_once_and_again(server: Server) -> None:
     server.pause_s, server.status = 0.0, 503
     (reply,) = score_in_pool(["c"], arguments, unavailable_s=0.95)
     assert (reply.reward, reply.failure, len(server.asked)) == (None, "unavailable", 3)
-
-
-# --- a real server ---
-
-
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A tiny model behind the server of `vllm serve`.
-
-    It knows only digits, and takes all else, which the server tries out at its start, for padding.
-    """
-    tmp_path = tmp_path_factory.mktemp("vllm")
-    folder = save_tiny_model(tmp_path / "model")
-    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
-    tokenizer["model"]["unk_token"] = PAD
-    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(port), "--chat-template", str(template), "--enforce-eager"),
-        *("--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", str(192 * 2**20)),
-    ]
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            wait_for(process, port, tmp_path / "log")
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=PATIENCE_S)
-            finally:
-                process.kill()
-
-
-def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 5 * PATIENCE_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
-    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
-
-
-@pytest.mark.loop
-def test_a_real_server_judges(vllm: str) -> None:
-    """Through the pool: 12 calls, 6 at once. Greedy, so that equal questions get equal scores; the reply is digits.
-
-    A question longer than the model's 64 tokens is refused, and that is a failure, not a 0.
-    """
-    arguments = {
-        "base_url": vllm, "model": "tiny", "template": "{prompt}{completion}{answer}", "pattern": r"(\d)",
-        "scale": [0, 9], "max_tokens": 8,
-    }  # fmt: skip
-    completions = ["4", "56", "4", "789", "4", "5" * 90] * 2
-    replies = score_in_pool(completions, arguments, concurrency=6)
-    good = [reply for reply, text in zip(replies, completions, strict=True) if len(text) < 90]
-    assert all(reply.failure is None and reply.feedback.isdigit() and 0 <= reply.reward <= 1 for reply in good)
-    assert [reply.reward for reply in good] == [int(reply.feedback[-1]) / 9 for reply in good]
-    assert len({reply.feedback for reply, text in zip(replies, completions, strict=True) if text == "4"}) == 1
-    refused = [reply for reply, text in zip(replies, completions, strict=True) if len(text) == 90]
-    assert [reply.failure for reply in refused] == ["exception:BadRequestError"] * 2

@@ -99,12 +99,6 @@ def test_one_bad_completion_fails_itself_and_not_its_batch(bad, failure, tmp_pat
     assert sorted(log.read_text().split()) == sorted([f"a+{bad}+bb", "a", bad, "bb"])
 
 
-def test_what_a_batched_function_returns_is_a_list_of_the_right_length():
-    # "short" with one completion returns one result, which is right; with two it is not, and each alone is.
-    assert score("many", ["short", "a"])[0] == [1.0, 1.0]
-    assert score("many", ["scalar", "a"])[0] == ["wrong_type:float", 1.0]
-
-
 def test_a_batch_has_the_time_of_all_its_calls(tmp_path):
     """Four of 0.3 s with a deadline of 1 s. Seen failing (each called twice) with the deadline of one call."""
     log = tmp_path / "log"
@@ -228,11 +222,6 @@ def test_only_the_last_fifty_calls_count_and_the_share_itself_is_allowed():
     quarantine = quarantine_of("math", max_failure_share=0.5)
     assert add(quarantine, [None] * 60 + ["nan"] * 25) is None
     assert add(quarantine, ["nan"]) is not None
-
-
-def test_a_share_of_one_never_ends_a_run():
-    assert add(quarantine_of("math", max_failure_share=1.0), ["nan"] * 100) is None
-    assert add(quarantine_of("math", max_failure_share=1.0), ["unavailable"] * 100) is None
 
 
 def test_an_absent_service_is_no_failure_of_the_verifier():

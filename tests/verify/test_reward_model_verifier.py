@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt, Score
-from areal_lite.verify.builtin import reward_model as reward_model_module
 from areal_lite.verify.builtin.reward_model import reward_model
-from areal_lite.verify.protocol import Verifier
 
 SLOW = """
 import time
@@ -67,11 +65,6 @@ def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(slow: 
 def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
     with pytest.raises(VerifierError, match=r"cannot be prepared with \{'model': 'missing'\}(.|\n)*no such model"):
         score(slow, {"model": "missing"})
-
-
-def test_loading_has_the_deadline_of_the_start(slow: str) -> None:
-    with pytest.raises(VerifierError, match=r"must load within 0\.2 s"):
-        score(slow, {"model": "x"}, start_timeout_s=0.2)
 
 
 def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) -> None:
@@ -154,25 +147,6 @@ def test_a_batch_gives_the_scores_of_single_calls(folder: str, padding: str, max
     scores = reward_model(model=folder, max_batch=max_batch)(prompts, completions, [""] * 7, [{}] * 7)
     assert len({round(value, 4) for value in expected}) > 4
     assert scores == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_batch_is_cut(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 texts at most 3 at a time: 3 + 3 + 1."""
-    forward, sizes = reward_model_module._forward, []
-
-    def noting(scorer: Any, texts: Any) -> list[float]:
-        sizes.append(len(texts))
-        return forward(scorer, texts)
-
-    monkeypatch.setattr(reward_model_module, "_forward", noting)
-    reward_model(model=folder, max_batch=3)(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7)
-    assert sizes == [3, 3, 1]
-
-
-@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_batch": True}, {"batch": 3}])
-def test_wrong_arguments_fail_when_the_verifier_is_prepared(folder: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(VerifierError, match="ValidationError"):
-        Verifier(reward_model, {"model": folder, **arguments})
 
 
 def test_the_learned_reward_refuses_what_it_cannot_read(folder: str, tmp_path: Path) -> None:

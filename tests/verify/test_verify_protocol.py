@@ -89,11 +89,6 @@ def test_what_float32_cannot_hold_is_infinite(result):
     assert reply_to(VerifyResult(3e38, step_rewards=[(1, -2e38)])).failure is None
 
 
-def test_a_total_is_the_outcome_and_its_steps():
-    assert reply_to(VerifyResult(1, step_rewards=[(5, 0.5), (2, -0.25)])).total == 1.25
-    assert failed("nan", "").total is None
-
-
 @pytest.mark.parametrize("after_s", [2, 0.5, NAN, INF, "soon"])
 def test_a_service_may_say_when_to_ask_again(after_s):
     def verify(prompt, completion, answer, **row):

@@ -1,7 +1,6 @@
 """The verifiers of a recipe: which of them scores a row, how several add up, and that each has its own pool."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -73,21 +72,22 @@ def test_each_row_is_scored_by_the_verifier_it_names(file):
             {"verifier": "exact"},
             {"verifier": "nobody"},
             {"verifier": 3},
+            {"verifier": f"{file}:constant"},  # a row may not choose code
         ]
         replies = [(await verifiers.score(make_prompt(**row), ["7"]))[0] for row in rows]
         return [reply.failure or reply.reward for reply in replies], set(verifiers.gauges()["verifiers"])
 
     named = {"half": {"function": f"{file}:constant", "arguments": {"value": 0.5}}}
     results, pools = with_set(scenario, function=f"{file}:constant", arguments={"value": 0.25}, named=named)
-    assert results == [0.25, 0.5, 1.0, "unknown_verifier:nobody", "unknown_verifier:3"]
+    assert results == [
+        0.25,
+        0.5,
+        1.0,
+        "unknown_verifier:nobody",
+        "unknown_verifier:3",
+        f"unknown_verifier:{file}:constant",
+    ]
     assert pools == {"v.py:constant", "half", "exact"}
-
-
-def test_a_row_may_not_choose_code(file):
-    async def scenario(verifiers):
-        return (await verifiers.score(make_prompt(verifier=f"{file}:constant"), ["7"]))[0].failure
-
-    assert with_set(scenario, function="exact").startswith("unknown_verifier:")
 
 
 def test_several_verifiers_add_up_with_their_weights(file):
@@ -174,11 +174,6 @@ def test_a_stuck_verifier_holds_up_nobody_elses_calls(file):
     assert gauges["verifiers"]["stuck"]["waiting"] == 3
 
 
-def test_a_verifier_that_cannot_start_is_named_at_the_start():
-    with pytest.raises(VerifierError, match="cannot be imported"):
-        with_set(None, function="exact", named={"mine": {"function": "nowhere:verify"}})
-
-
 def test_a_verifier_that_a_source_chooses_starts_with_the_others():
     """`judge` without its base_url fails at once, not at the first row. Seen failing with `also` not looked at."""
     data = DataConfig(mix={"a": {"source": "arith"}, "b": {"source": "arith", "verifier": "judge"}})
@@ -195,23 +190,6 @@ def test_a_verifier_that_a_source_chooses_starts_with_the_others():
 
 
 # --- names and settings ---
-
-
-def test_known_names_are_the_recipes_and_those_of_installed_packages():
-    names = VerifierConfig(named={"mine": {"function": "a:b"}}).choosable
-    assert {"mine", "math", "exact"} <= names
-
-
-def test_a_name_of_its_own_has_settings_of_its_own_and_others_share_the_sections():
-    config = VerifierConfig(
-        function="exact",
-        arguments={"strip": False},
-        timeout_s=9.0,
-        named={"mine": {"function": "a:b", "timeout_s": 2.0}},
-    )
-    assert config.settings_of("mine").timeout_s == 2.0
-    assert (config.settings_of("exact").timeout_s, config.settings_of("exact").arguments) == (9.0, {"strip": False})
-    assert (config.settings_of("math").timeout_s, config.settings_of("math").arguments) == (9.0, {})
 
 
 def test_an_evaluation_alone_needs_only_its_own_verifier():
@@ -242,11 +220,6 @@ def test_an_evaluation_alone_needs_only_its_own_verifier():
 def test_impossible_recipes_are_refused(verifier, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({"verifier": verifier})
-
-
-def test_possible_ones_are_not():
-    named = {"mine": {"function": f"{Path('v.py')}:verify"}}
-    parse_config({"verifier": {"function": {"mine": 1, "format": 0.2, "a.b:c": 0.1}, "named": named}})
 
 
 def test_what_does_not_apply_is_no_fault_of_the_verifiers(file):

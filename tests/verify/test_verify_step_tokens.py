@@ -33,10 +33,6 @@ def test_a_step_ends_at_the_first_token_that_completes_it(end, token):
     assert token_of(end, [*range(len(BYTES)), EOS], decode) == token
 
 
-def test_a_lone_token():
-    assert token_of(1, [0], decode) == 0
-
-
 def test_a_score_has_steps_at_tokens_and_everything_else_as_said():
     sample = Sample(
         token_ids=np.array([0, 1, 2, EOS], np.int32),

@@ -133,12 +133,6 @@ def test_moves_are_answered_with_the_cell_they_go_to() -> None:
     assert asyncio.run(gridworld.step(says("R", "L"), row)) == ("S", False)
 
 
-@pytest.mark.parametrize("text", ["", "S.", "G", "SG/...", "SGG", "SS.G", "S.x/..G", "S.\n..G"])
-def test_what_is_no_maze_is_told_so(text: str) -> None:
-    with pytest.raises(ValueError, match="a maze has rows of equal length"):
-        read_maze(text)
-
-
 # --- optimal returns ---
 
 
@@ -241,26 +235,6 @@ def test_every_turns_cost_comes_where_the_turn_ends() -> None:
     assert result.reward == 1.0
     assert result.parts == {"goal": 1.0, "moves": pytest.approx(-0.06)}
     assert result.metrics == {"moves": 3, "of_optimum": pytest.approx(1.0)}
-
-
-def test_a_chat_templates_words_lie_between_the_turns() -> None:
-    """`R` ends at 1, the second turn behind the template's `user` and `assistant`, at 21."""
-    completion = "R\nuser\n.\nassistant\nR\nuser\n.\nassistant\nR"
-    result = gridworld.score(
-        "", completion, "", maze="S..G", max_turns=9, messages=says("R", "R", "R", environment=".")
-    )
-    ends = [end for end, _ in result.step_rewards]
-    assert [completion[:end].count("R") for end in ends] == [1, 2, 3]
-    assert all(completion[end - 1] == "R" for end in ends)
-
-
-def test_empty_turns_cost_as_much_as_others() -> None:
-    """Where no character is there to end at, in the outcome's reward. Seen failing with that cost forgotten."""
-    nothing = gridworld.score("", "", "", maze="S.G", max_turns=9, messages=says(""))
-    assert (nothing.step_rewards, earned(nothing)) == ([], pytest.approx(-0.02))
-    late = gridworld.score("", "?R", "", maze="SG", max_turns=9, messages=says("", "R", environment="?"))
-    assert [end for end, _ in late.step_rewards] == [1, 2]
-    assert earned(late) == pytest.approx(0.96)
 
 
 def test_shortest_ways_play_to_the_optimum() -> None:

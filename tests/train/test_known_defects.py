@@ -10,23 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from preset_builders import make_trainer
+from train_builders import make_config, make_rows, make_shard
 
 from areal_lite.config.recipe import Config
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.objective import weigh_tokens
-from areal_lite.train.trainer import Trainer
-from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
+from areal_lite.types import Row, Sample, Shard
 
 NAN = float("nan")
-CPU = torch.device("cpu")
 VERSION = 5
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def recipe(**sections: Any) -> Config:
@@ -36,27 +30,11 @@ def recipe(**sections: Any) -> Config:
     return make_config(**sections)
 
 
-def make_trainer(model_folder: str, config: Config) -> Trainer:
-    trainer = Trainer(config, model_folder=model_folder, rank=0)
-    trainer.version = VERSION
-    return trainer
-
-
 def step(model_folder: str, shard: Shard, config: Config) -> tuple[dict[str, Any], torch.Tensor]:
     """Train one step; return its statistics and all weights."""
     trainer = make_trainer(model_folder, config)
     stats = trainer.train_step(shard)
     return stats, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-
-def planned(shard: Shard, config: Config, *, values: float | None = None) -> PolicyBatch:
-    """Lay out a shard, with its advantages and weights, as the trainer does; a critic that says `values`, if any."""
-    batch = PolicyBatch.from_shard(shard, config=config, device=CPU)
-    if values is not None:
-        batch.tokens.values_T = torch.full_like(batch.tokens.behaviour_logprobs_T, values)
-    batch_advantages(batch, config=config, kl_coef=config.objective.kl_coef)
-    weigh_tokens(batch, config)
-    return batch
 
 
 def with_logprobs(rows: Sequence[Row], change: Callable[[int, Sample], np.ndarray]) -> list[Row]:
@@ -80,78 +58,7 @@ def is_stale(sample: Sample) -> np.ndarray:
     return np.array([VERSION - s.version > 2 for s in sample.spans for _ in range(s.start, s.end)])
 
 
-# End of sequence by padded width: the longest sample of a batch lost its reward.
-
-
-def test_the_longest_sample_keeps_its_reward() -> None:
-    """With a critic the reward stands on one token, each row's own last one. Rows of 3 to 12 tokens, rewards 1 to 12.
-
-    Seen failing with the reward where a row of the longest one's width would end, and with only rows shorter than the
-    longest one rewarded.
-    """
-    rows, config = (
-        make_rows(minibatches=1),
-        recipe(objective={"baseline": "critic", "scale": "none", "gamma": 0.5, "gae_lambda": 1.0}),
-    )
-    rewards = np.arange(1.0, 13.0).reshape(3, 4)
-    batch = planned(make_shard(rows, rewards=rewards), config, values=0.0)
-    lengths = [row.sample.num_tokens for row in rows]
-    assert lengths.count(max(lengths)) == 1
-    expected = [reward * 0.5 ** np.arange(n - 1, -1, -1) for reward, n in zip(rewards.ravel(), lengths, strict=True)]
-    np.testing.assert_allclose(batch.tokens.advantages_T, np.concatenate(expected), rtol=1e-6)
-
-
-def test_cut_off_is_what_the_engine_says_not_what_the_length_suggests() -> None:
-    """A sample that ends exactly at the limit with its end-of-sequence token trains; one cut off earlier does not.
-
-    Seen failing with `num_tokens >= max_new_tokens` in place of the stop reason.
-    """
-    rows = make_rows(minibatches=1)
-    lengths = [row.sample.num_tokens for row in rows]
-    longest, shortest = int(np.argmax(lengths)), int(np.argmin(lengths))
-    reasons = {longest: StopReason.STOP, shortest: StopReason.LENGTH}
-    rows = [
-        dataclasses.replace(
-            row, sample=dataclasses.replace(row.sample, stop_reason=reasons.get(index, StopReason.STOP))
-        )
-        for index, row in enumerate(rows)
-    ]
-    config = recipe(objective={"mask_truncated": True}, rollout={"max_new_tokens": max(lengths)})
-    batch = planned(make_shard(rows), config)
-    trains = [bool(batch.tokens.loss_mask_T[batch.tokens.rows_T == index].all()) for index in range(len(rows))]
-    assert trains == [index != shortest for index in range(len(rows))]
-
-
 # Versions not shifted together with the logprobs: off by one token.
-
-
-def test_age_mask_and_logprob_belong_to_the_same_token() -> None:
-    """Each token's logprob spells its version; age and mask of that very place must agree with it.
-
-    Seen failing with ages rolled by one token either way, and with logprobs rolled against ages and mask.
-    """
-
-    def spans(length: int) -> tuple[VersionSpan, ...]:
-        return (
-            VersionSpan(version=1, start=0, end=1),
-            VersionSpan(version=3, start=1, end=2),
-            VersionSpan(version=5, start=2, end=length),
-        )
-
-    rows = [
-        dataclasses.replace(row, sample=dataclasses.replace(row.sample, spans=spans(row.sample.num_tokens)))
-        for row in make_rows(minibatches=1)
-    ]
-    rows = with_logprobs(rows, lambda _, s: -np.array([span.version for span in s.spans for _ in range(*_ends(span))]))
-    batch = planned(make_shard(rows), recipe())
-    versions_T = -batch.tokens.behaviour_logprobs_T
-    assert set(versions_T.tolist()) == {1.0, 3.0, 5.0}
-    torch.testing.assert_close(batch.tokens.ages_T.float(), VERSION - versions_T)
-    assert torch.equal(batch.tokens.loss_mask_T, versions_T >= VERSION - 2)
-
-
-def _ends(span: VersionSpan) -> tuple[int, int]:
-    return span.start, span.end
 
 
 def test_the_trainer_scores_the_tokens_that_the_engine_scored(model_folder: str) -> None:
@@ -251,7 +158,9 @@ def test_a_partial_group_is_normalised_over_the_samples_it_has() -> None:
     """
     rewards = np.array([[1, 0, NAN, NAN], [NAN, 3, NAN, NAN], [0, 0, 0, 4]])
     rows = make_rows(minibatches=1)
-    batch = planned(make_shard(rows, rewards=rewards), recipe())
+    batch = PolicyBatch.from_shard(make_shard(rows, rewards=rewards), config=recipe(), device=torch.device("cpu"))
+    batch_advantages(batch, config=recipe(), kl_coef=0.0)
+    weigh_tokens(batch, recipe())
     high = 0.5**0.5
     expected = [high, -high, 0, 0, 0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5]
     lengths = [row.sample.num_tokens for row in rows]
@@ -262,29 +171,3 @@ def test_a_partial_group_is_normalised_over_the_samples_it_has() -> None:
     num_scored = int(np.array(lengths)[scored].sum())
     np.testing.assert_allclose(batch.tokens.weights_T[batch.tokens.loss_mask_T], 1 / num_scored, rtol=1e-6)
     assert not batch.tokens.weights_T[~batch.tokens.loss_mask_T].any()
-
-
-# "Decoupled" that applied no behaviour weight unless one more switch was found.
-
-
-def test_the_default_recipe_applies_the_behaviour_weights(model_folder: str) -> None:
-    """One update, proximal = current: the loss is -mean(w A) by default, and -mean(A) only where a recipe says so.
-
-    Seen failing with the default `behaviour_weight: none`, and with a loss that ignores the weights.
-    """
-    rows, rng = make_rows(minibatches=1), np.random.default_rng(1)
-    own = own_logprobs(model_folder, rows)
-    rows = with_logprobs(rows, lambda index, _: own[index] + rng.normal(0.3, 0.3, len(own[index])))
-    rewards = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [1, 1, 0, 1]])
-    weights_T = np.exp(np.concatenate([own[index] - row.sample.logprobs for index, row in enumerate(rows)]))
-    assert weights_T.max() < Config().objective.behaviour_weight_cap
-    advantages_NG = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True))
-    advantages_T = np.repeat(advantages_NG.ravel(), [row.sample.num_tokens for row in rows])
-    by_default, _ = step(model_folder, make_shard(rows, rewards=rewards), recipe())
-    unweighted, _ = step(
-        model_folder, make_shard(rows, rewards=rewards), recipe(objective={"behaviour_weight": "none"})
-    )
-    assert by_default["loss"] == pytest.approx(-(weights_T * advantages_T).mean(), rel=1e-4)
-    assert unweighted["loss"] == pytest.approx(-advantages_T.mean(), rel=1e-4)
-    assert abs(by_default["loss"] - unweighted["loss"]) > 0.02
-    assert by_default["behav_weight_mean"] == pytest.approx(weights_T.mean(), rel=1e-4)
