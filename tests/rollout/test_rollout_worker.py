@@ -140,17 +140,6 @@ async def test_evaluation_is_greedy_in_order_and_takes_a_rows_own_limit() -> Non
 
 
 @in_loop
-async def test_heartbeats_name_the_held_leases_and_the_engines_tokens() -> None:
-    client, engine = FakeQueue([make_lease(0)]), HeldEngine(held=[0], vocab_size=RARE_END)
-    worker, _ = make_worker(client, engine)
-    async with running(worker):
-        await client.until(lambda queue: ("heartbeat", ("lease-0",), 0) in queue.log)
-        engine.held[0].set()
-        await client.until(lambda queue: ("heartbeat", (), 16) in queue.log)
-    assert client.asked("complete_rollout") == [("lease-0",)]
-
-
-@in_loop
 async def test_a_dead_lease_cancels_its_samples_and_frees_their_slots() -> None:
     """Seen failing with the answer of `heartbeat` ignored, and with slots freed only by samples that end well."""
     client = FakeQueue([make_lease(n) for n in range(3)], dead=["lease-0", "lease-1"])

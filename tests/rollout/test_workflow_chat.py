@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from chat_builders import CHATML, ENDLESS, LONG, PLAIN, THINKING, make_chat_prompt, make_tokenizer
-from episode_builders import UNCUT, Speaker, given_mask, load, play, spans_of
+from episode_builders import UNCUT, Speaker, load, play, spans_of
 
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -57,16 +57,6 @@ def test_joined_tokens_read_as_the_template_writes_the_whole_conversation(templa
     for context, count in zip(engine.contexts, (1, 3, 5), strict=True):
         asked = tokenizer.apply_chat_template(chat_of(sample)[:count], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(context) == asked
-
-
-def test_only_the_models_own_tokens_train() -> None:
-    """Its end tokens are its own; the template's words around the reply are given."""
-    tokenizer, _, sample, _ = converse(CHATML, ["ab", "c"], sampling=LONG)
-    own = [int(token) for token, given in zip(sample.token_ids, given_mask(sample), strict=True) if not given]
-    assert tokenizer.decode(own) == "ab<|im_end|>c<|im_end|>"
-    assert sample.text == "ab\n<|im_start|>user\nno, 1\n<|im_start|>assistant\nc"
-    given = [int(token) for token, given in zip(sample.token_ids, given_mask(sample), strict=True) if given]
-    assert tokenizer.decode(given) == "\n<|im_start|>user\nno, 1<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_what_a_template_does_to_earlier_answers_does_not_reach_the_sample() -> None:

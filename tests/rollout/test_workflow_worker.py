@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from episode_builders import PATIENCE_S, Speaker, in_loop, run
-from ledger_builders import FakeClock, make_settings
-from queue_builders import connected, serving
+from episode_builders import Speaker, in_loop, run
 from worker_builders import FakeQueue, make_lease, make_worker, running, serve_until, settle
 
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import multi_turn, single_turn
-from areal_lite.sample_queue.access import QueueAccess
-from areal_lite.sample_queue.client import AsyncQueueClient
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -91,48 +87,6 @@ async def test_a_slow_engine_is_no_slow_environment() -> None:
         await engine.resume()
         await client.until(lambda queue: queue.completed or queue.asked("fail"))
     assert {span.version for span in client.completed["lease-0"][0].spans} == {7, -1}
-
-
-@in_loop
-async def test_an_environment_may_take_longer_than_a_lease_lasts() -> None:
-    """Its worker's heartbeats keep the lease for many times its length, and other groups come and go meanwhile.
-
-    With a real queue and its client. Seen failing with heartbeats that name no lease.
-    """
-    clock, beats, settings, is_over = FakeClock(), list[list[str]](), make_settings(), asyncio.Event()
-
-    async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
-        if row["prompt"] == "0+1=?":
-            await is_over.wait()
-        return ">", False
-
-    class Client(AsyncQueueClient):
-        async def heartbeat(self, **named: Any) -> list[str]:
-            beats.append(await self._call("heartbeat", **named))
-            clock.now += 0.6 * settings.lease_timeout_s
-            return beats[-1]
-
-    async def generated(access: QueueAccess) -> None:
-        client, engine = Client(access, timeout_s=PATIENCE_S), Speaker(lambda _: "a")
-        workflows = talk(step, turn_timeout_s=PATIENCE_S)
-        worker, _ = make_worker(client, engine, samples_per_group=3, slots=12, workflows=workflows)
-        try:
-            async with running(worker):
-                while len(beats) < 20 or (await client.status())["counts"]["generated"] < 3:
-                    await asyncio.sleep(0.01)
-                assert not any("fake/0/0#0@1" in dead for dead in beats), "the lease was lost"
-                is_over.set()
-                while (await client.status())["counts"]["generated"] < 4:
-                    await asyncio.sleep(0.01)
-        finally:
-            client.close()
-
-    with serving(clock=clock) as access, connected(access) as plain:
-        plain.open_admission()
-        await generated(access)
-        leases = plain.lease_verify(worker="verifier/0", limit=4, wait_s=0.0)
-    assert "fake/0/0#0" in {lease.group.group_id for lease in leases}
-    assert [len(lease.group.samples) for lease in leases] == [3] * 4
 
 
 # --- cancellation ---

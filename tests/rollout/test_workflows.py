@@ -98,22 +98,6 @@ def test_routes_are_those_of_the_turn_that_first_has_a_token(
     assert (None if routes is None else routes[:, 0, 0].tolist()) == expected
 
 
-def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:
-    """Token in, token out: also where decoding loses something, here the end-of-sequence tokens.
-
-    Seen failing with the context made by encoding the text so far.
-    """
-    engine = Speaker(["ab", "cd", "e"])
-    sample = play(engine, talk())
-    whole = [*ids("1-9?"), *sample.token_ids.tolist()]
-    starts = [start for version, start, _ in spans_of(sample) if version >= 0]
-    assert (
-        engine.contexts
-        == [whole[: 4 + start] for start in starts]
-        == [ids("1-9?"), ids("1-9?ab$>>"), ids("1-9?ab$>>cd$>>")]
-    )
-
-
 def test_an_environment_that_is_done_ends_the_episode_and_its_last_words_are_not_kept() -> None:
     """An async step, which gets every turn so far."""
     engine = Speaker(["ab", "c", "never"])
@@ -136,11 +120,6 @@ def test_a_single_turn_is_the_engines_sample() -> None:
     np.testing.assert_array_equal(sample.logprobs, plain.logprobs)
     assert (sample.spans, sample.stop_reason, sample.text) == (plain.spans, plain.stop_reason, plain.text)
     assert sample.messages == ()
-
-
-def test_an_episode_of_one_turn_names_it_all_the_same() -> None:
-    """A verifier of games may rely on its turns."""
-    assert play(Speaker(["c"]), talk("done_at_c")).messages == ({"role": "assistant", "content": "c"},)
 
 
 # --- room ---

@@ -74,56 +74,44 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def compose(case: Case, knobs: ObjectiveConfig, parts: list[np.ndarray] | None = None) -> tuple[float, np.ndarray]:
-    """Put the functions together as the knobs say, and return the loss and its gradient by the current logprobs.
-
-    Args:
-        case: The batch.
-        knobs: The objective.
-        parts: Micro-batches: arrays of row numbers; None = one with all rows.
-    """
+def compose(case: Case, knobs: ObjectiveConfig) -> tuple[float, np.ndarray]:
+    """Put the functions together as the knobs say, and return the loss and its gradient by the current logprobs."""
     mask_T = _loss_mask(case, knobs)
     advantages_T = _advantages(case, knobs, mask_T)
     everything: dict[str, Any] = {"rows_T": tensor(case.rows), "num_rows": len(case.lengths)}
     weights_T, denominator = aggregate(mask_T, kind=knobs.aggregation, max_new_tokens=MAX_NEW_TOKENS, **everything)
+    shared = {"loss_mask_T": mask_T, "token_weights_T": weights_T / denominator}
     current_T = tensor(case.current).requires_grad_()
-    loss = torch.zeros((), dtype=torch.float64)
-    for chosen in parts or [np.arange(len(case.lengths))]:
-        tokens = np.concatenate([np.flatnonzero(case.rows == row) for row in chosen])
-        # Rows are numbered anew in each micro-batch.
-        here = {"rows_T": tensor(np.repeat(np.arange(len(chosen)), case.lengths[chosen])), "num_rows": len(chosen)}
-        shared = {"loss_mask_T": mask_T[tokens], "token_weights_T": weights_T[tokens] / denominator}
-        behaviour_T, _ = behaviour_weights(
-            tensor(case.proximal[tokens]),
-            behaviour_logprobs_T=tensor(case.behaviour[tokens]),
-            loss_mask_T=mask_T[tokens],
-            level=knobs.behaviour_weight,
-            cap=knobs.behaviour_weight_cap,
-            above=knobs.behaviour_weight_above,
-            **here,
-        )
-        part, _ = policy_loss(
-            current_T[tokens],
-            proximal_logprobs_T=tensor(case.proximal[tokens]),
+    behaviour_T, _ = behaviour_weights(
+        tensor(case.proximal),
+        behaviour_logprobs_T=tensor(case.behaviour),
+        loss_mask_T=mask_T,
+        level=knobs.behaviour_weight,
+        cap=knobs.behaviour_weight_cap,
+        above=knobs.behaviour_weight_above,
+        **everything,
+    )
+    loss, _ = policy_loss(
+        current_T,
+        proximal_logprobs_T=tensor(case.proximal),
+        behaviour_weights_T=behaviour_T,
+        advantages_T=advantages_T,
+        surrogate=knobs.surrogate,
+        ratio_level=knobs.ratio_level,
+        clip_low=knobs.clip_low,
+        clip_high=knobs.clip_high,
+        **shared,
+        **everything,
+    )
+    if knobs.kl == "loss":
+        loss = loss + knobs.kl_coef * kl_penalty(
+            current_T,
+            other_logprobs_T=tensor(case.reference),
             behaviour_weights_T=behaviour_T,
-            advantages_T=advantages_T[tokens],
-            surrogate=knobs.surrogate,
-            ratio_level=knobs.ratio_level,
-            clip_low=knobs.clip_low,
-            clip_high=knobs.clip_high,
+            estimator=knobs.kl_estimator,
+            direction="to_other",
             **shared,
-            **here,
         )
-        loss = loss + part
-        if knobs.kl == "loss":
-            loss = loss + knobs.kl_coef * kl_penalty(
-                current_T[tokens],
-                other_logprobs_T=tensor(case.reference[tokens]),
-                behaviour_weights_T=behaviour_T,
-                estimator=knobs.kl_estimator,
-                direction="to_other",
-                **shared,
-            )
     loss.backward()
     assert current_T.grad is not None
     return float(loss.detach()), current_T.grad.numpy()

@@ -216,30 +216,3 @@ def test_preset_is_the_published_algorithm(preset: str, seed: int) -> None:
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
     assert np.abs(expected_gradient).max() > 1e-3
-
-
-EXTRAS = [
-    {},
-    {"behaviour_weight": "sequence", "behaviour_weight_above": "truncate"},
-    {"kl": "loss", "kl_estimator": "k2", "kl_coef": 0.3},
-]
-
-
-@pytest.mark.parametrize("extra", EXTRAS, ids=["plain", "sequence-truncate", "k2-loss"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_split_into_micro_batches_changes_nothing(preset: str, extra: dict[str, Any]) -> None:
-    """Rows in another order, in one, three and twelve micro-batches: the shares add up to the same loss and gradient.
-
-    Seen failing with a denominator per micro-batch, and with the row numbers of the whole batch in a part.
-    """
-    case, knobs = make_case(), knobs_of(preset, **extra)
-    loss, gradient = compose(case, knobs)
-    order = np.random.default_rng(0).permutation(len(case.lengths))
-    for parts in ([order], np.split(order, [3, 4]), np.split(order, 12)):
-        split_loss, split_gradient = compose(case, knobs, parts)
-        assert split_loss == pytest.approx(loss, rel=1e-12)
-        np.testing.assert_allclose(split_gradient, gradient, rtol=1e-11, atol=1e-15)
-
-
-def test_every_preset_has_a_published_form() -> None:
-    assert set(PUBLISHED) == set(PRESETS)

@@ -136,9 +136,13 @@ def info_of(model: nn.Module, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bucket_bytes", [gloo._BUCKET_BYTES, 7])
 def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
-    """In one broadcast and in many. Seen failing with one bucket sent."""
+    """In one broadcast and in many; the memory of parameters stays, for whatever else refers to it.
+
+    Seen failing with one bucket sent, with parameters replaced, and (time-out) with `_receive` called, not begun.
+    """
     monkeypatch.setattr(gloo, "_BUCKET_BYTES", bucket_bytes)
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
     client = LocalClient(make_engine(engine))
     sender = make_sender(client, ModuleSource(trainer))
     sender.send_weights()
@@ -148,15 +152,8 @@ def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch
             parameter.add_(1.0)
     sender.send_weights()
     assert same(weights_of(engine), weights_of(trainer))
-    assert client.calls == ["init", "start", "update", "finish", "start", "update", "finish"]
-
-
-def test_the_engines_tensors_stay_where_they_are() -> None:
-    """Whatever else refers to a parameter's memory sees the new values. Seen failing with parameters replaced."""
-    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
-    make_sender(LocalClient(make_engine(engine)), ModuleSource(trainer)).send_weights()
     assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
+    assert client.calls == ["init", "start", "update", "finish", "start", "update", "finish"]
 
 
 def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form() -> None:
@@ -255,20 +252,6 @@ def test_a_packed_copy_of_a_tied_embedding_is_made_anew() -> None:
         assert all(torch.equal(copy, trainer.embed.weight) for copy in packed)
 
 
-def test_the_engine_is_free_while_it_receives() -> None:
-    """`update_weights` returns before a byte was sent. Seen failing (time-out) with `_receive` called, not begun."""
-    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    receiver = make_engine(engine)
-
-    class Looking(LocalClient):
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            super().update_weights(update_info)
-            assert receiver._staged == []
-
-    make_sender(Looking(receiver), ModuleSource(trainer)).send_weights()
-    assert same(weights_of(engine), weights_of(trainer))
-
-
 # --- what is refused ---
 
 
@@ -318,17 +301,38 @@ def test_the_sender_tells_the_engines_reason_not_its_own_timeout() -> None:
         make_sender(client, longer, timeout_s=SHORT_S).send_weights()
 
 
-@pytest.mark.parametrize("missing", ["embed.weight", "linear.bias", "norm.weight"])
-def test_a_set_that_does_not_cover_the_model_is_refused_by_name(missing: str) -> None:
+def test_a_set_that_does_not_cover_the_model_is_refused_by_name() -> None:
     """vLLM itself accepts it silently. Seen failing without the comparison with the model's names."""
-    engine = TinyModel(seed=2)
-    tensors = {name: tensor for name, tensor in weights_of(TinyModel(seed=1)).items() if name != missing}
+    engine, tensors = TinyModel(seed=2), weights_of(TinyModel(seed=1))
+    del tensors["linear.bias"]
     client = LocalClient(make_engine(engine))
-    with pytest.raises(HandoverError, match=rf"got none for 1: {missing}\. Fix: "):
+    with pytest.raises(HandoverError, match=r"got none for 1: linear\.bias\. Fix: "):
         make_sender(client, FakeSource(tensors)).send_weights()
     whole = TinyModel(seed=1)
     make_sender(client, ModuleSource(whole)).send_weights()
     assert same(weights_of(engine), weights_of(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_bytes", [gloo._BUCKET_BYTES, 7])
+def test_a_trainer_that_ends_in_a_transfer_leaves_the_old_weights(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """Before a byte was sent, and after some were. Over a new pair the next update works."""
+    monkeypatch.setattr(gloo, "_BUCKET_BYTES", bucket_bytes)
+
+    class Dying(FakeSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(self.tensors.items())[:3]
+            raise ConnectionError("the trainer was cut off")
+
+    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    before, client = weights_of(engine), LocalClient(make_engine(engine))
+    with pytest.raises((ConnectionError, HandoverError)):
+        make_sender(client, Dying(weights_of(trainer)), timeout_s=1.0).send_weights()
+    assert same(weights_of(engine), before)
+    make_sender(client, ModuleSource(trainer)).send_weights()
+    assert same(weights_of(engine), weights_of(trainer))
 
 
 def test_an_update_needs_a_pair_and_a_transfer() -> None:
@@ -393,8 +397,10 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
     """
     trainer = TinyModel(seed=1)
     models = {name: TinyModel(seed=seed) for seed, name in enumerate("ab", start=2)}
-    clients = {name: LocalClient(make_engine(model)) for name, model in models.items()}
-    clients["b"]._damage = lambda info: info | {"checksum": -1}
+    clients = {
+        "a": LocalClient(make_engine(models["a"])),
+        "b": LocalClient(make_engine(models["b"]), damage=lambda info: info | {"checksum": -1}),
+    }
     before = weights_of(models["b"])
     publisher = make_publisher(trainer)
     assert publisher.connect(clients, group_client=None, num_engine_ranks=2) == {"a": None, "b": None}
@@ -453,15 +459,6 @@ def test_what_is_published_waits_for_the_pause() -> None:
     assert client.calls == ["init", "start", "update"]
     client.finish_weight_update()
     assert same(weights_of(engine), weights_of(trainer))
-
-
-def test_weights_are_cast_once_for_the_engines() -> None:
-    """fp32 masters are published in the engines' dtype. Seen failing with the masters' own dtype announced."""
-    trainer, engine = TinyModel(seed=1), TinyModel(seed=2).bfloat16()
-    publisher = make_publisher(trainer, dtype=torch.bfloat16)
-    publish(publisher, engine)
-    expected = {name: tensor.bfloat16() for name, tensor in weights_of(trainer).items()}
-    assert same(weights_of(engine), expected)
 
 
 class Router(TinyModel):
