@@ -71,9 +71,6 @@ def test_a_step_equals_a_second_implementation(
         assert_same(trainer.critic.model, plain.critic)
 
 
-# --- relations --------------------------------------------------------------------------------------------------------
-
-
 # --- the reference model ----------------------------------------------------------------------------------------------
 
 
