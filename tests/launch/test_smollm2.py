@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: what the conversion must not lose, and three steps, a resume and an export with it."""
+"""SmolLM2-135M-Instruct: what the conversion must not lose, and steps, a resume and an export with it."""
 
 import json
 import os
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from user_run import UserRun, adopting_orphans
+from loop_builders import run_loop
 
+from areal_lite.config.recipe import load_config
 from areal_lite.record.paths import find_model_folder
 
 AREAL_LITE = str(Path(sys.executable).with_name("areal-lite"))
@@ -76,22 +77,21 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
 
 @pytest.mark.smollm
 @pytest.mark.loop
-def test_it_trains_resumes_and_exports(folder: Path) -> None:
-    """Three steps, then two more by an engine that loads what these saved; the export answers in transformers."""
+def test_it_trains_resumes_and_exports(ray_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, then another by an engine that loads what these saved; the export answers in transformers."""
+    monkeypatch.chdir(folder)
     rows = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(1, 9)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = (
-        "train arith_cpu run.dir=run run.steps=3 run.eval_every=0 run.checkpoint_every=0 "
-        "model.path=builtin:smollm2-135m model.max_context=128 data.chat=true data.source=jsonl "
-        "data.path=rows.jsonl data.eval_path=rows.jsonl rollout.max_new_tokens=32 rollout.slots=16 "
+        "run.eval_every=0 run.checkpoint_every=0 model.path=builtin:smollm2-135m model.max_context=128 data.chat=true "
+        "data.source=jsonl data.path=rows.jsonl data.eval_path=rows.jsonl rollout.max_new_tokens=16 rollout.slots=16 "
         "queue.groups_per_step=2 queue.samples_per_group=4 trainer.minibatches=1 trainer.lr=1e-6 weights.parity_every=1"
     )
-    with adopting_orphans():
-        for command in (words, "resume run run.steps=5"):
-            with UserRun([AREAL_LITE, *command.split()], run_folder=folder / "run") as run:
-                assert run.exit_code() == 0, run.output
-        metrics = run.folder.read("metrics.jsonl")
-        assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
-        assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < 1e-4
-        exported = find_model_folder(run.folder.path, option="run")
-        assert answers(exported, ["What is the capital of France?"]) == ["The capital of France is Paris."]
+    for more in ("run.dir=run run.steps=2", "run.resume=run run.steps=3"):
+        summary, run = run_loop(load_config("arith_cpu", [*words.split(), *more.split()]))
+        assert summary["status"] == "done"
+    metrics = run.read("metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < 1e-4
+    exported = find_model_folder(run.path, option="run")
+    assert answers(exported, ["What is the capital of France?"]) == ["The capital of France is Paris."]
