@@ -208,7 +208,7 @@ def test_a_retry_is_answered_from_the_record() -> None:
     """
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        async def post(body: dict[str, Any], timeout: float = 30.0, **headers: str) -> str:
+        async def post(body: dict[str, Any], timeout: float | httpx.Timeout = 120.0, **headers: str) -> str:
             async with httpx.AsyncClient(timeout=timeout) as client:
                 response = await client.post(
                     f"{llm.base_url}/chat/completions",
@@ -226,9 +226,10 @@ def test_a_retry_is_answered_from_the_record() -> None:
         assert await post(asking("b"), **{"idempotency-key": "k"}) == "2"
         await llm_engine.pause("recompute")
         with pytest.raises(httpx.ReadTimeout):
-            await post(asking("c"), timeout=0.5)
+            await post(asking("c"), timeout=httpx.Timeout(60, read=1.0))
         await llm_engine.resume()
-        await asyncio.sleep(0.2)
+        while llm_engine.tokens_generated < len("1$2$3$"):
+            await asyncio.sleep(0.01)
         assert await post(asking("c")) == "3"
         assert await post(asking("c")) == "4"  # on purpose
         return 1.0
@@ -249,7 +250,7 @@ def test_an_answer_that_no_client_received_does_not_train(over: str, ending: str
         llm = replace(llm, endpoint=None) if over == "sockets" else llm
         await say(llm, [user("a")])
         await engine.pause("recompute")
-        impatient = llm.client.with_options(timeout=0.1, max_retries=0) if ending == "timeout" else llm.client
+        impatient = llm.client.with_options(timeout=1.0, max_retries=0) if ending == "timeout" else llm.client
         leaked = asyncio.create_task(impatient.chat.completions.create(model="m", messages=[user("b")]))
         while len(engine.contexts) < 2:
             await asyncio.sleep(0.01)
@@ -257,7 +258,7 @@ def test_an_answer_that_no_client_received_does_not_train(over: str, ending: str
             with pytest.raises(openai.APITimeoutError):
                 await leaked
         leaked.cancel()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         await engine.resume()
         while engine.tokens_generated < len("x$y$"):
             await asyncio.sleep(0.01)

@@ -135,12 +135,13 @@ def test_a_wait_of_strange_length_does_no_harm() -> None:
 
 def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
     """Seen failing with leases looked at before the messages that wait."""
-    clock = FakeClock()
+    clock, sent = FakeClock(), threading.Event()
 
     class SlowCursor(FakeCursor):
         def next(self) -> Prompt:
             if self.position == 1:
-                time.sleep(0.2)  # until both messages have surely arrived
+                sent.wait(SOON_S)
+                time.sleep(0.5)  # until both messages have surely arrived
                 clock.now = 11.0
             return super().next()
 
@@ -149,6 +150,7 @@ def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
         (held,) = ask(socket, b"2", request("lease_rollout", worker="w", limit=1, wait_s=0.0))["result"]
         socket.send_multipart([b"3", request("lease_rollout", worker="w", limit=1, wait_s=0.0)])
         socket.send_multipart([b"4", request("heartbeat", worker="w", lease_ids=[held["lease_id"]], progress=0)])
+        sent.set()
         assert len(decode(socket.recv_multipart()[1])["result"]) == 1
         assert decode(socket.recv_multipart()[1])["result"] == []
 

@@ -216,7 +216,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
     access = server.start()
     config = parse_config({"queue": {"samples_per_group": 2}, "rollout": {"slots": 16, "max_new_tokens": 20}})
     engines = [ScriptedEngine(token_s=0.02, vocab_size=10**6) for _ in range(2)]
-    clients = [AsyncQueueClient(access, timeout_s=0.3) for _ in range(3)]
+    clients = [AsyncQueueClient(access, timeout_s=1.0) for _ in range(3)]
     workers: list[LeaseWorker] = [
         RolloutWorker(client, engine, config, events=EventBuffer(f"rollout/{n}"), workflows=Workflows())
         for n, (client, engine) in enumerate(zip(clients, engines, strict=False))
@@ -264,7 +264,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
 def test_workers_keep_what_they_hold_and_what_they_have_done_while_there_was_no_queue() -> None:
     """Over ZeroMQ; no token is generated in vain. Seen failing with results that are handed in as often as any request
     or before what is held was presented, and with nothing presented."""
-    trained, held, (kept, lost), tokens = asyncio.run(asyncio.wait_for(trained_by_workers(asleep_s=1.5), 300))
+    trained, held, (kept, lost), tokens = asyncio.run(asyncio.wait_for(trained_by_workers(asleep_s=3.0), 300))
     assert len(trained) == len(set(trained)) == 48
     assert kept + lost == len(held) >= 8
     assert lost <= 2
