@@ -93,6 +93,20 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
     )
 
 
+def processor() -> str | None:
+    """Return the name of the processor, where Linux knows it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def machine_in_words() -> str:
+    """Return the cores, processor, memory and GPUs that this process may use."""
+    gpus = [name for name, *_ in _ask_gpus()]
+    cores = f"{len(os.sched_getaffinity(0))} cores ({processor() or platform.machine()})"
+    return f"{cores}, {memory_bytes() / _GIB:.0f} GiB, {f'{len(gpus)} x {gpus[0]}' if gpus else 'no GPU'}"
+
+
 def memory_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return what this process may take: the machine's memory, or the least that a control group (v1, v2) leaves it."""
     found: list[int] = [psutil.virtual_memory().total]

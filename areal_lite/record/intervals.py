@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-_Z = 1.96
+Z = 1.96
 """Standard errors on either side of a mean that hold 95 % of a normal distribution."""
 
 
@@ -32,10 +32,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """
     count, mean = len(values), statistics.fmean(values)
     if set(values) <= {0.0, 1.0}:
-        centre, half = mean + _Z**2 / (2 * count), _Z * math.sqrt(mean * (1 - mean) / count + (_Z / (2 * count)) ** 2)
-        low, high = ((centre + sign * half) / (1 + _Z**2 / count) for sign in (-1, 1))
+        centre, half = mean + Z**2 / (2 * count), Z * math.sqrt(mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
+        low, high = ((centre + sign * half) / (1 + Z**2 / count) for sign in (-1, 1))
         return max(0.0, low), min(1.0, high)
-    half = _Z * _standard_error(values)
+    half = Z * _standard_error(values)
     return mean - half, mean + half
 
 
@@ -50,7 +50,7 @@ def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Paired | 
     changes = [after[row] - before[row] for row in before if row in after]
     if not changes:
         return None
-    mean, half = statistics.fmean(changes), _Z * _standard_error(changes)
+    mean, half = statistics.fmean(changes), Z * _standard_error(changes)
     better, worse = (sum(sign * change > 0 for change in changes) for sign in (1, -1))
     return Paired(len(changes), mean, mean - half, mean + half, better, worse)
 

@@ -23,7 +23,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
-from areal_lite.node import package_versions
+from areal_lite.node import machine_in_words, package_versions
 from areal_lite.record.lanes import (
     GAP,
     PAUSE_PARTS,
@@ -52,7 +52,7 @@ class Recorder:
         self._failing = set[int]()
         if (port := run.prometheus_port) is not None:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
-        self._commit = commit_of_code()  # now: files may change during the run
+        self._place = {"commit": commit_of_code(), "machine": machine_in_words()}  # now: files may change later
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
         """Rows of `metrics.jsonl`, those of earlier starts included."""
         self.stopped_by = ""
@@ -115,7 +115,7 @@ class Recorder:
             "wall_s": time.time() - self._started,
             **figures,
             "versions": package_versions(),
-            "commit": self._commit,
+            **self._place,
         }
         with _never_fatal():
             self._folder.write_json("summary.json", content)

@@ -53,13 +53,14 @@ entry]`; `(shape, shape)` for a list of that length. Further keys may hold anyth
 
 _EVENTS: dict[str, Any] = {
     "group": {"start": float, "group": str, "samples": [{"end": float, "tokens": int, "spans": [_SPAN]}]},
-    "verify": {"start": float, "end": float, "group_id": str},
+    "verify": {"start": float, "end": float, "group_id": str, "rewards": Maybe([Maybe(float)])},
     "running": {"n": int},
     "stamped": {"version": int},
     "published": {"version": Maybe(int)},
     "lost": {"worker": str},
     "rejoined": {"worker": str},
-    "eval": {"step": int},
+    "eval": {"step": int, "start": Maybe(float), "rewards": Maybe({...: Maybe(float)})},
+    "checkpoint": {"start": Maybe(float)},
     "settings": {"step": int, "was": {}},
 }
 """The same of an event, by its kind, in addition to `_ROWS`."""

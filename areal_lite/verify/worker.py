@@ -63,7 +63,8 @@ class VerifierWorker(LeaseWorker):
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
-        self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)
+        found = {"failures": failures, "rewards": [score.total for score in scores]}
+        self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), **found)
 
     async def _scores(self, group: Group) -> list[Score]:
         # Lost samples have a score, and those that an agent has scored.

@@ -23,7 +23,7 @@ from rich.console import Console
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench import view
-from areal_lite.node import package_versions
+from areal_lite.node import package_versions, processor
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.columns import Columns, Row
 from areal_lite.record.paths import with_absolute_paths
@@ -52,14 +52,11 @@ def ratios(values: Iterable[float], over: Iterable[float]) -> list[float]:
 
 def surroundings() -> dict[str, Any]:
     """Return the commit and the machine."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "commit": commit_of_code(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
-        "processor": names[0] if names else None,
+        "processor": processor(),
     }
 
 

@@ -305,7 +305,7 @@ class Controller(ABC):
 
     def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
         """Write a checkpoint of the completed step, a bit at each `next`; ends when it is whole."""
-        run, step, wait_s = self._config.run, self._version, 0.0 if beside else POLL_S
+        run, step, wait_s, start = self._config.run, self._version, 0.0 if beside else POLL_S, time.time()
         with self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path:
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
             yield from self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s)
@@ -320,7 +320,7 @@ class Controller(ABC):
                     )
                 yield None
             reading.result()
-        self._controller_lane.emit("checkpoint", step=step)
+        self._controller_lane.emit("checkpoint", step=step, start=start)
         if step > self._furthest:
             self._furthest, self._restarts_left = step, run.max_restarts
 

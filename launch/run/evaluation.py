@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import shorten
@@ -37,7 +38,7 @@ class Evaluations:
         self._recorder, self._lane, self._view = recorder, lane, view
         self._calls: Calls | None = None
         """Calls of the engines that generate, then of the verifier that scores; None = no evaluation in progress."""
-        self._step = 0
+        self._step, self._start = 0, 0.0
         self._parts: dict[str, list[Prompt]] = {}
         self._pairs: list[tuple[Prompt, Sample | None]] | None = None
 
@@ -49,7 +50,7 @@ class Evaluations:
         """Begin one, if there are prompts, and engines for them."""
         engines = list(self._cluster.engines.handles.items())
         if self._prompts and engines:
-            self._step, self._pairs, calls = step, None, {}
+            self._step, self._start, self._pairs, calls = step, time.time(), None, {}
             # All parts start at once; each has an answer of its own, so that an evaluation cut short keeps some.
             num_parts = max(len(engines), -(-len(self._prompts) // _PART_SIZE))
             for number in range(min(num_parts, len(self._prompts))):
@@ -107,7 +108,7 @@ class Evaluations:
         if result["problems"]:
             figures = {name: result[name] for name in ("by_source", "called", "parts", "metrics")}
             self._recorder.evaluation(self._step, result["accuracy"], **figures)
-            self._lane.emit("eval", **result)
+            self._lane.emit("eval", start=self._start, **result)
         self._view.print(in_words(result), style="" if result["problems"] else "red")
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
@@ -139,6 +140,7 @@ class Evaluations:
                 if part
             },
             "problems": len(rewards),
+            "rewards": {prompt.prompt_id: reply.total for (prompt, _), reply in zip(pairs, replies, strict=True)},
             "left_out": len(self._prompts) - len(pairs),
             "failures": len(replies) - len(rewards),
             "versions": sorted(

@@ -62,6 +62,7 @@ def show(browser: Any, page: Path, *, width: int = 1280) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     prefer(browser, "light")
     browser.get(page.as_uri())
+    browser.execute_script("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     drawn = "return document.querySelectorAll('.chart:not(.js-plotly-plot)').length == 0"
     wait(browser, lambda: browser.execute_script(drawn))
 
@@ -132,7 +133,7 @@ def test_rows_are_full_and_nothing_is_wider_than_the_screen(
     """
     show(browser, pages[kind], width=width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    grids = browser.execute_script("return [...document.querySelectorAll('.tiles, .grid, .answers')]")
+    grids = browser.execute_script("return [...document.querySelectorAll('.tiles, .cards, .grid, .answers')]")
     for grid in grids:
         rows = browser.execute_script(ROWS, grid)
         counts = [count for count, *_ in rows]
@@ -211,7 +212,7 @@ def test_the_legend_names_every_kind_and_mark_in_sight_and_no_other(browser: Any
     """
     run = make_run(tmp_path / "run", steps=4)
     seen = [event(1.5 + at / 100, "controller", kind, step=1, worker="rollout/0") for at, kind in enumerate(_MARKS)]
-    drained = [event(2.5, "rollout/1", "drain"), event(2.6, "rollout/1", "resumed")]
+    drained = [event(2.5, "rollout/1", "drain"), event(2.6, "rollout/1", "resumed"), event(4.8, "trainer", "wait")]
     (run / "events.jsonl").open("a").writelines(json.dumps(one) + "\n" for one in [*seen, *drained])
     show(browser, write_report(run))
 
@@ -221,6 +222,7 @@ def test_the_legend_names_every_kind_and_mark_in_sight_and_no_other(browser: Any
         return list(browser.execute_script(script, start, end))
 
     kinds = ["pause of the engines", "draining", "verification", "training", "publication", "waiting"]
+    kinds += ["other", "saving", "evaluation"]
     marks = ["evaluation", "checkpoint", "parity check", "worker lost", "worker back", "worker restarted"]
     lines = ["a publication begins", "not running: left out"]
     assert (len(kinds), len(marks) + 1) == (len(KINDS), len(_MARKS))

@@ -10,9 +10,11 @@ from report_builders import event, make_events, make_offline_run, make_run, writ
 from areal_lite.errors import DataError
 from areal_lite.events import Event
 from areal_lite.record.lanes import lived
-from areal_lite.record.report.charts import Line, lines, smoothed
-from areal_lite.record.report.curves import age_charts, constants, diagnostics, learning
+from areal_lite.record.report.charts import Chart, Line, lines, smoothed
+from areal_lite.record.report.curves import age_charts, constants, diagnostics, learning, step_times
+from areal_lite.record.report.overview import answers
 from areal_lite.record.report.read import RunFiles
+from areal_lite.record.report.rewards import reward_charts
 from areal_lite.record.report.run_contents import different_settings
 from areal_lite.record.report.timeline import timeline
 from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
@@ -51,10 +53,7 @@ def test_what_is_no_run_is_an_error_that_names_what_was_expected(tmp_path: Path)
 
 def test_evaluations_are_those_of_either_kind_of_run(tmp_path: Path) -> None:
     online, offline = RunFiles(make_run(tmp_path / "a")), RunFiles(make_offline_run(tmp_path / "b"))
-    assert [(row["step"], row["time_s"], row["accuracy"]) for row in online.evaluations] == [
-        (0, 0.0, 0.25),
-        (12, 22.0, 0.75),
-    ]
+    assert [(row["step"], row["accuracy"]) for row in online.evaluations] == [(0, 0.25), (12, 0.75)]
     (found,) = offline.evaluations
     assert (found["loss"], found["accuracy"], found["margin"]) == (0.5, 0.9, 1.0)
 
@@ -89,9 +88,9 @@ def test_the_time_between_two_lives_of_a_run_is_no_part_of_any_share() -> None:
 
 
 def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) -> None:
-    """Three steps, an hour without the run, two steps: six seconds in all but for a tenth, and a curve of two parts.
+    """Three steps, an hour without the run, two steps: six seconds in all but for a tenth.
 
-    Seen failing with seconds since the first event, and with one line across the hour.
+    Seen failing with seconds since the first event, and with the time of the second start as `other` of step 4.
     """
     path = make_run(tmp_path / "run", steps=5)
     log, gap = make_events(steps=5), event(3.0, "controller", "gap")
@@ -102,10 +101,9 @@ def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) ->
     clock = lived(run.events)
     assert [clock(moment) for moment in (2.0, 3.0, 1800.0, 3604.0)] == pytest.approx([2.0, 3.0, 3.0, 3.9])
     assert timeline(run.events)["end"] * 1e-4 == pytest.approx(5.9)
-    over_time = next(chart for chart in learning([run]) if chart and chart.title == "reward over time")
-    assert over_time.data[0]["x"] == [11.0, 12.0, 13.0, None, 14.0, 15.0]
-    over_steps = next(chart for chart in learning([run]) if chart and chart.title == "reward over steps")
-    assert None not in over_steps.data[0]["x"]
+    chart = step_times(run)
+    assert chart is not None
+    assert (chart.data[-1]["name"], chart.data[-1]["y"]) == ("other", [None, 0.0, 0.0, None, 0.0])
 
 
 def moved(row: Event, by: float) -> Event:
@@ -115,22 +113,80 @@ def moved(row: Event, by: float) -> Event:
 def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) -> None:
     """1.96 standard errors either way, and words about it. Seen failing with the error itself, and without a note.
 
-    An evaluation of an older version has none. Seen failing with one such taking all bars away.
+    Where each row is known, the error is that of the change in pairs: changes of 0, 1, 1 and 0 have a deviation of
+    0.5774, and half the interval is 1.96 * 0.5774 / 2 = 0.566. Seen failing with the rows of one evaluation alone.
+    An evaluation of an older version has no error. Seen failing with one such taking all bars away.
     """
-    path = make_run(tmp_path / "run")
-    titles = ["held-out accuracy over steps", "held-out accuracy over time"]
-    plain = [chart for chart in learning([RunFiles(path)]) if chart and chart.title in titles]
-    assert [("error_y" in chart.data[0], chart.note) for chart in plain] == [(False, "")] * 2
-    rows = [row | {"standard_errors": {"accuracy": 0.1}} if row["kind"] == "eval" else row for row in make_events()]
+    path, title = make_run(tmp_path / "run"), "held-out accuracy"
+
+    def chart(path: Path) -> Chart:
+        (found,) = (chart for chart in learning([RunFiles(path)]) if chart and chart.title == title)
+        return found
+
+    assert chart(path).data[0]["error_y"]["array"] == [None, pytest.approx(0.566, abs=1e-3)]
+    assert chart(path).note.startswith("bars: 95 % interval of the change since the first point, over the same rows")
+    write_rows(path / "events.jsonl", make_events(has_rewards=False))
+    assert ("error_y" in chart(path).data[0], chart(path).note) == (False, "")
+    rows = [row | {"standard_errors": {"accuracy": 0.1}} for row in make_events(has_rewards=False)]
     write_rows(path / "events.jsonl", rows)
-    for chart in (chart for chart in learning([RunFiles(path)]) if chart and chart.title in titles):
-        assert chart.data[0]["error_y"]["array"] == pytest.approx([0.196, 0.196])
-        assert chart.note.startswith("bars: 95 % confidence")
+    assert chart(path).data[0]["error_y"]["array"] == pytest.approx([0.196, 0.196])
+    assert chart(path).note.startswith("bars: 95 % confidence")
     path = make_offline_run(tmp_path / "dpo")
     evaluation = event(9.0, "controller", "eval", step=4, figures={"accuracy": 0.8}, standard_errors={"accuracy": 0.1})
     (path / "events.jsonl").open("a").write(json.dumps(evaluation) + "\n")
-    (chart,) = (chart for chart in learning([RunFiles(path)]) if chart and chart.title == titles[0])
-    assert chart.data[0]["error_y"]["array"] == [None, pytest.approx(0.196)]
+    assert chart(path).data[0]["error_y"]["array"] == [None, pytest.approx(0.196)]
+
+
+def test_rewards_are_those_of_all_scored_groups(tmp_path: Path) -> None:
+    """Two groups a step: [1, 0, 0], then [1, 1, 0]. Twelve steps: the last ten have four and six of these.
+
+    Of three samples pass@2 is 2/3 with one right, and 1 with two. Seen failing with the failed sample as 0, and with
+    1 - (1 - p)**k for pass@k. A run of an older version has no such chart.
+    """
+    path = make_run(tmp_path / "run")
+    distribution, spread, passing = (chart.data for chart in reward_charts(RunFiles(path)) if chart)
+    shares = {band["name"]: (band["x"][0], band["y"][0], band["y"][-1]) for band in distribution}
+    right = (4 * 1 + 6 * 2) / (10 * 3)
+    assert shares == {"0": (1, pytest.approx(2 / 3), pytest.approx(1 - right)), "1": (1, pytest.approx(1 / 3), right)}
+    assert [curve["y"][0] for curve in spread] == [1.0, pytest.approx(2**0.5 / 3)]
+    assert {curve["name"]: curve["y"][0] for curve in passing} == {
+        "pass@1": pytest.approx(1 / 3), "pass@2": pytest.approx(2 / 3)
+    }  # fmt: skip
+    write_rows(path / "events.jsonl", make_events(has_rewards=False))
+    assert [chart for chart in reward_charts(RunFiles(path)) if chart] == []
+
+
+def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
+    """From pairs, 0.5 +- 0.566, so that four rows show nothing; and with what went wrong, by count.
+
+    Seen failing with "yes" for every rise, and with a lost worker that nobody mentions.
+    """
+    path = make_run(tmp_path / "run")
+
+    def cards(path: Path) -> dict[str, tuple[str, list[str]]]:
+        run = RunFiles(path)
+        return {one.question: (one.answer, list(one.lines)) for one in answers(run, lane_shares(run.events))}
+
+    found = cards(path)
+    assert found["Did it learn?"][0] == "not shown"
+    answer, lines = found["How sure is that?"]
+    assert (answer, lines[:3]) == (
+        "-0.066 to +1.066",
+        ["95 % interval of the change of +0.500", "4 held-out rows in pairs", "2 better, 0 worse"],
+    )
+    assert found["Is it healthy?"][:1] == ("yes",)
+    assert found["What limits it?"] == ("training", ["trainer: 70% training, 10% waiting", "generators: 0% idle"])
+    assert found["What did it cost?"][0] == "0:01:19"
+    assert found["What did it cost?"][1][0] == "12 steps, 1,536 samples"
+    rows = [row | {"rewards": {str(n): float(row["step"] > 0) for n in range(4)}} if row["kind"] == "eval" else row
+            for row in [*make_events(), event(5.0, "controller", "lost", worker="rollout/1")]]  # fmt: skip
+    write_rows(path / "events.jsonl", rows)
+    found = cards(path)
+    assert found["Did it learn?"][0] == "yes"
+    assert (found["Is it healthy?"][0], found["Is it healthy?"][1][:2]) == ("look at this", ["done", "1 workers lost"])
+    offline = cards(make_offline_run(tmp_path / "dpo"))
+    assert offline["Did it learn?"][0] == "not measured"
+    assert list(offline) == ["Did it learn?", "How sure is that?", "Is it healthy?", "What did it cost?"]
 
 
 def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:

@@ -60,11 +60,11 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path: Path) -> None:
 def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
     """Seen failing with empty sections kept: an offline run has no timeline, no lengths, no samples."""
     online, offline, comparison, bench = (headings(page) for page in pages(tmp_path))
-    assert online == ["Overview", "Learning", "Age of the tokens", "Timeline", "Speed and idle time", "Lengths",
-                      "Verifiers", "Groups", "Loss diagnostics", "Samples", "Settings"]  # fmt: skip
-    assert offline == ["Overview", "Learning", "Loss diagnostics", "Settings"]
+    assert online == ["Overview", "Learning", "Timeline", "Samples", "Speed, idle time, memory", "Age of the tokens",
+                      "Lengths", "Verifiers", "Groups", "Loss diagnostics", "Settings"]  # fmt: skip
+    assert offline == ["Overview", "Loss diagnostics", "Settings"]
     assert headings(write_report(make_run(tmp_path / "new", steps=0, summary=False))) == [
-        "Overview", "Learning", "Timeline", "Settings"
+        "Overview", "Timeline", "Settings"
     ]  # fmt: skip
     assert comparison == [
         "Final figures",
@@ -251,13 +251,13 @@ def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
     assert (mean_called([0.0, 1.0]), mean_called([0.5])) == ("accuracy", "mean reward")
     assert mean_called([1.0], before=["accuracy", "mean reward"]) == "mean reward"
     run = make_run(tmp_path / "run")
-    assert "held-out accuracy over" in write_report(run).read_text()
+    assert "<h3>held-out accuracy" in write_report(run).read_text()
     events = (run / "events.jsonl").read_text().replace('"accuracy": 0.75', '"called": "mean reward", "accuracy": 0.75')
     (run / "events.jsonl").write_text(events)
     page = write_report(run).read_text()
-    assert "held-out mean reward over" in page
+    assert "<h3>held-out mean reward" in page
     assert "held-out accuracy" not in page
     mixed = write_comparison([make_run(tmp_path / "other"), run], out=tmp_path / "page.html").read_text()
-    assert "held-out mean reward over" in mixed
-    assert "held-out accuracy over" not in mixed
+    assert "<h3>held-out mean reward" in mixed
+    assert "<h3>held-out accuracy" not in mixed
     assert "accuracy" not in write_bench(results(tmp_path / "bench")).read_text()

@@ -17,12 +17,18 @@ def event(time: float, lane: str, kind: str, **ids: Any) -> Event:
     return {"time": time, "lane": lane, "kind": kind, **ids}
 
 
-def make_events(*, steps: int = 12, workers: int = 2) -> list[Event]:
+def make_events(*, steps: int = 12, workers: int = 2, has_rewards: bool = True) -> list[Event]:
     """One second a step: the trainer waits 0.1, trains 0.7, publishes 0.2; engines pause for the last 0.1 of it.
 
-    A worker's samples last 1.2 seconds from the middle of a second: they go on under the next version.
+    A worker's samples last 1.2 seconds from the middle of a second: they go on under the next version. One of three
+    scored samples is right at first, two in the second half; two more of four held-out rows are right at the end.
+
+    Args:
+        has_rewards: As in a run of this version.
     """
+    right = {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0}
     events = [event(0.0, "controller", "eval", step=0, accuracy=0.25, by_source={"sums": 0.25}, problems=4, failures=0)]
+    events[0] |= {"rewards": right} if has_rewards else {}
     for step in range(steps):
         for kind, at in (("wait", 0.0), ("train", 0.1), ("trained", 0.8), ("published", 1.0)):
             events.append(event(step + at, "trainer", kind, version=step + 1))
@@ -37,9 +43,13 @@ def make_events(*, steps: int = 12, workers: int = 2) -> list[Event]:
             samples = [{"end": step + 1.7, "tokens": 20, "spans": spans} for _ in range(4)]
             group = f"sums/0/{step}-{worker}#0"
             events.append(event(step + 1.7, lane, "group", group=group, start=step + 0.5, samples=samples))
-            times = {"start": step + 1.7, "end": step + 1.7 + 0.01 * (worker + 1)}
+            times: dict[str, Any] = {"start": step + 1.7, "end": step + 1.7 + 0.01 * (worker + 1)}
+            times |= {"rewards": [1.0, float(2 * step >= steps), 0.0, None]} if has_rewards else {}
             events.append(event(times["end"], "verifier/0", "verify", group_id=group, failures=0, **times))
     events.append(event(steps + 1.0, "controller", "eval", step=steps, accuracy=0.75, by_source={"sums": 0.75}))
+    events[-1] |= {"rewards": right | {"b": 1.0, "c": 1.0}, "start": steps + 0.5} if has_rewards else {}
+    if has_rewards and steps:
+        events.append(event(steps + 0.5, "controller", "checkpoint", step=steps, start=steps + 0.25))
     return events
 
 

@@ -20,7 +20,9 @@ def write_report(run_folder: Path, *, out: Path | None = None, refresh_s: float 
     """
     run = RunFiles(run_folder)
     path, sections = out or run_folder / "report.html", run_sections(run)
-    return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections, refresh_s=refresh_s)
+    return write_page(
+        path, title=run.name, subtitle=_subtitle(run), sections=sections, refresh_s=refresh_s, axes={run.name: run.axes}
+    )
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
@@ -28,7 +30,8 @@ def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
     names = [path.resolve().name for path in run_folders]
     distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
     runs = [RunFiles(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
-    return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=comparison_sections(runs))
+    sections, axes = comparison_sections(runs), {run.name: run.axes for run in runs}
+    return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=sections, axes=axes)
 
 
 def write_bench(folder: Path, *, out: Path | None = None) -> Path:

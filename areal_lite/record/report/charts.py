@@ -29,6 +29,10 @@ class Line:
     y: Sequence[float | None]
     style: dict[str, Any] = field(default_factory=dict)
     """Further fields of the Plotly trace."""
+    run: str = ""
+    """Its run, where several are compared."""
+    note: str = ""
+    """What to add below the chart."""
 
     @property
     def num_points(self) -> int:
@@ -45,10 +49,10 @@ def lines(
         # A curve of one point is invisible without a marker.
         mode = "lines" if curve.num_points > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
+        trace |= {"meta": curve.run} if curve.run else {}
         if curve.num_points:
             data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
-    if any("error_y" in curve.style for curve in curves):
-        note = "bars: 95 % confidence interval over the held-out rows"
+    note = note or next((curve.note for curve in curves if curve.note), "")
     is_named = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
     layout = {"xaxis": _axis(x), "yaxis": _axis(y, **axis), "showlegend": is_named}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
@@ -69,10 +73,10 @@ def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     return found
 
 
-def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, **axis: Any) -> Chart | None:
+def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, note: str = "", **axis: Any) -> Chart | None:
     """Draw curves on top of each other, filled."""
     filled = [replace(curve, style={"stackgroup": "all", "mode": "lines"}) for curve in curves]
-    return lines(title, filled, x=x, y=y, rangemode="tozero", **axis)
+    return lines(title, filled, x=x, y=y, note=note, rangemode="tozero", **axis)
 
 
 def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: str, note: str = "") -> Chart | None:

@@ -1,18 +1,20 @@
-"""Charts of `metrics.jsonl` over steps and over time, of one run or of several."""
+"""Charts of `metrics.jsonl` over steps, of one run or of several; the page can switch to samples, tokens and hours."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, pairwise
 
+from areal_lite.record.intervals import Paired, Z, paired
 from areal_lite.record.lanes import steps_before_gaps
 from areal_lite.record.length_bias import by_quarter
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles
-from areal_lite.record.run_files import number, numbers, table
+from areal_lite.record.run_files import Row, number, numbers, table
 
 STEPS = "trainer step"
-_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds since the start, start-up included", "time")}
+"""The axis that the page can switch."""
 _WAITING = {
     "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
     "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
@@ -20,42 +22,35 @@ _WAITING = {
 _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 
-def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
-    """Return one figure of every step: a key of its row, or of a mapping `within` it. Over time, gaps are left out."""
-    cut = steps_before_gaps(run.events) if x == "time_s" else set()
-    rows = [row for found in run.metrics for row in ([found, {}] if found["step"] in cut else [found])]
-    values = [number((table(row.get(within)) if within else row).get(key)) for row in rows]
-    return Line(name=name or key, x=[number(row.get(x)) for row in rows], y=values)
+def _line(run: RunFiles, key: str, *, name: str = "", within: str = "") -> Line:
+    """Return one figure of every step: a key of its row, or of a mapping `within` it."""
+    values = [number((table(row.get(within)) if within else row).get(key)) for row in run.metrics]
+    return Line(name=name or key, x=[number(row.get("step")) for row in run.metrics], y=values, run=run.name)
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """Draw reward and held-out figures over steps and over time; for one run also by source, if it has several."""
-    for x, (axis, over) in _AXES.items():
-        curves = smoothed(_named(runs, "reward_mean", x))
-        note = "faint: each step; bold: moving average of ten steps" if len(curves) > len(runs) else ""
-        yield lines(f"reward over {over}", curves, x=axis, y="mean of the batch", note=note)
-        for figure in ("accuracy", "loss", "margin"):
-            curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
-            called = {run.accuracy_is_called for run in runs} if figure == "accuracy" else {figure}
-            title = called.pop() if len(called) == 1 else "mean reward"
-            yield lines(f"held-out {title} over {over}", curves, x=axis, y=title)
-    if len(runs) == 1:
-        yield from _by_source(runs[0])
+    """Draw reward and held-out figures."""
+    curves = smoothed(_named(runs, "reward_mean"))
+    note = "faint: each step; bold: moving average of ten steps" if len(curves) > len(runs) else ""
+    yield lines("training reward", curves, x=STEPS, y="mean of the batch", note=note)
+    for figure in ("accuracy", "loss", "margin"):
+        curves = [_evaluated(run, figure, name=run.name) for run in runs]
+        called = {run.accuracy_is_called for run in runs} if figure == "accuracy" else {figure}
+        title = called.pop() if len(called) == 1 else "mean reward"
+        yield lines(f"held-out {title}", curves, x=STEPS, y=title)
 
 
-def _by_source(run: RunFiles) -> Iterator[Chart | None]:
+def by_source(run: RunFiles) -> Iterator[Chart | None]:
+    """Draw reward and held-out figures by source, if there are several, and the parts of the reward."""
     sources = sorted({name for figures in run.evaluations for name in table(figures.get("by_source"))})
-    for x, (axis, over) in _AXES.items():
-        rewards = _parts(run, "reward_by_source", x)
-        if len(rewards) < 2 and len(sources) < 2:
-            break
-        yield lines(f"reward by source over {over}", rewards, x=axis, y="mean of the batch")
-        curves = [_evaluated(run, name, x, within="by_source") for name in sources]
-        title = run.accuracy_is_called
-        yield lines(f"held-out {title} by source over {over}", curves, x=axis, y=title)
+    rewards, title = _parts(run, "reward_by_source"), f"held-out {run.accuracy_is_called} by source"
+    if max(len(rewards), len(sources)) > 1:
+        yield lines("reward by source", rewards, x=STEPS, y="mean of the batch")
+        curves = [_evaluated(run, name, within="by_source") for name in sources]
+        yield lines(title, curves, x=STEPS, y=run.accuracy_is_called)
     parts = {"reward_parts": "parts of the reward", "verifier_metrics": "further figures of the verifiers"}
     for key, title in parts.items():
-        yield lines(title, _parts(run, key, "step"), x=STEPS, y="mean", legend=True)
+        yield lines(title, _parts(run, key), x=STEPS, y="mean", legend=True)
 
 
 def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
@@ -63,7 +58,7 @@ def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     for metric, values in _measured(runs, "Loss diagnostics"):
         if len(values) > 1:
             yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit)
-    own = [_parts(run, "loss_metrics", "step", prefix=f"{run.name}: " if len(runs) > 1 else "") for run in runs]
+    own = [_parts(run, "loss_metrics", prefix=f"{run.name}: " if len(runs) > 1 else "") for run in runs]
     curves = list(chain.from_iterable(own))
     yield lines("figures of the loss function", curves, x=STEPS, y="mean per trained token", legend=True)
 
@@ -82,7 +77,7 @@ def metric_charts(runs: Sequence[RunFiles], section: str) -> Iterator[Chart | No
 
 def memory_chart(run: RunFiles) -> Chart | None:
     """Draw the memory of each process over the run."""
-    curves = _parts(run, "memory_mb", "step")
+    curves = _parts(run, "memory_mb")
     return lines("memory of each process", curves, x=STEPS, y="MiB", rangemode="tozero", legend=True)
 
 
@@ -96,10 +91,10 @@ def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, 
 
 def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """Draw how old tokens were when they trained, in total and over steps."""
-    histograms = {run.name: as_shares(age_histogram(run)) for run in runs}
     note = "age: trainer version when the batch was taken, minus the version that produced the token"
-    yield bars("ages of the trained tokens", histograms, x="age, versions", y="share of tokens", note=note)
     if len(runs) > 1:
+        histograms = {run.name: as_shares(age_histogram(run)) for run in runs}
+        yield bars("ages of the trained tokens", histograms, x="age, versions", y="share of tokens", note=note)
         yield lines("mean age", _named(runs, "age_mean"), x=STEPS, y="versions")
         return
     (run,) = runs
@@ -112,7 +107,7 @@ def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     dashed = {"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}}
     limit = Line(name="eta", x=steps, y=[bound] * len(steps), style=dashed)
     oldest = [_line(run, "age_mean", name="mean"), _line(run, "age_max", name="oldest"), limit]
-    yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero")
+    yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero", note=note)
 
 
 def _trained_quarters(run: RunFiles) -> Chart | None:
@@ -142,25 +137,47 @@ def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
 
 
 def step_times(run: RunFiles) -> Chart | None:
-    """Draw where the time of a trainer step went."""
+    """Draw where the time of a trainer step went; `other` is what is left of the time since the step before."""
     parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
     spent = [_line(run, key, name=name) for key, name in parts.items()]
-    return stacked("seconds of a trainer step", spent, x=STEPS, y="seconds")
+    other, cut = list[float | None](), steps_before_gaps(run.events)
+    for before, row in pairwise([{}, *run.metrics]):
+        ends = [number(one.get("time_s")) for one in (before, row)]
+        known = [number(row.get(key)) or 0.0 for key in parts]
+        is_known = None not in ends and before.get("step") not in cut  # not the time of a start
+        other.append(max(0.0, ends[1] - ends[0] - sum(known)) if is_known else None)  # type: ignore[operator]
+    note = "other: saving, parity checks and evaluations that training waits for; start-up is left out"
+    spent.append(replace(spent[0], name="other", y=other))
+    return stacked("seconds of a trainer step", spent, x=STEPS, y="seconds", note=note)
 
 
-def _named(runs: Sequence[RunFiles], key: str, x: str = "step") -> list[Line]:
-    return [_line(run, key, x=x, name=run.name) for run in runs]
+def _named(runs: Sequence[RunFiles], key: str) -> list[Line]:
+    return [_line(run, key, name=run.name) for run in runs]
 
 
-def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: str = "") -> Line:
+def _evaluated(run: RunFiles, figure: str, *, name: str = "", within: str = "") -> Line:
+    """Return a held-out figure with bars: of its change since the first point, in pairs, where each row is known."""
     found = run.evaluations
     values = [number((table(row.get(within)) if within else row).get(figure)) for row in found]
-    errors = [number(table(row.get("standard_errors")).get(figure)) for row in found]
-    bars = {"error_y": {"array": [error and 1.96 * error for error in errors]}} if any(errors) else {}
+    changes = [None if within or figure != "accuracy" else paired_change(found[0], row) for row in found]
+    if any(changes[1:]):
+        errors = [None, *(change and change.high - change.difference for change in changes[1:])]
+        note = "bars: 95 % interval of the change since the first point, over the same rows in pairs"
+    else:
+        errors = [number(table(row.get("standard_errors")).get(figure)) for row in found]
+        errors = [error and Z * error for error in errors]
+        note = "bars: 95 % confidence interval over the held-out rows"
+    bars = {"error_y": {"array": errors}} if any(errors) else {}
     style = {"mode": "lines+markers", **bars}
-    return Line(name=name or figure, x=[row[x] for row in found], y=values, style=style)
+    note = note if bars else ""
+    return Line(name=name or figure, x=[row["step"] for row in found], y=values, style=style, run=run.name, note=note)
 
 
-def _parts(run: RunFiles, within: str, x: str, *, prefix: str = "") -> list[Line]:
+def paired_change(before: Row, after: Row) -> Paired | None:
+    """Compare two evaluations of a run over the rows that both have scored."""
+    return paired(numbers(before.get("rewards")), numbers(after.get("rewards")))
+
+
+def _parts(run: RunFiles, within: str, *, prefix: str = "") -> list[Line]:
     names = sorted({name for row in run.metrics for name in table(row.get(within))})
-    return [_line(run, name, x=x, name=f"{prefix}{name}", within=within) for name in names]
+    return [_line(run, name, name=f"{prefix}{name}", within=within) for name in names]

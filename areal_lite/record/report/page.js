@@ -28,12 +28,36 @@ function themed(layout) {
   };
 }
 
+// Read an axis of steps as samples, tokens or hours; a step without a row lies between its neighbours.
+function switched(chart, kind) {
+  const axis = chart.layout.xaxis ?? {}, runs = DATA.axes;
+  if (kind === "steps" || axis.title?.text !== "trainer step") return chart;
+  const convert = ({ steps, [kind]: values }) => (step) => {
+    const after = steps.findIndex((known) => known >= step);
+    if (step === null || after < 0 || values[after] === null) return null;
+    if (steps[after] === step) return values[after];
+    const share = (step - steps[after - 1]) / (steps[after] - steps[after - 1]);
+    return values[after - 1] + share * (values[after] - values[after - 1]);
+  };
+  const data = chart.data.map((trace) => ({ ...trace, x: trace.x.map(convert(runs[trace.meta] ?? Object.values(runs)[0])) }));
+  const title = { samples: "samples trained", tokens: "tokens trained", hours: "hours since the start, start-up included" }[kind];
+  return { data, layout: { ...chart.layout, xaxis: { ...axis, title: { text: title } } } };
+}
+
+// Charts in a folded part are drawn when it opens: they have no width before.
 function drawCharts() {
+  const kind = document.getElementById("axis")?.value ?? "steps";
   DATA.charts.forEach((chart, index) => {
-    const place = document.getElementById(`chart-${index}`);
+    const place = document.getElementById(`chart-${index}`), { data, layout } = switched(chart, kind);
+    if (place.closest("details:not([open])")) return;
     const isSmall = place.closest(".small") !== null;
-    Plotly.react(place, chart.data, themed({ ...(isSmall ? { height: 220 } : {}), ...chart.layout }), CONFIG);
+    Plotly.react(place, data, themed({ ...(isSmall ? { height: 220 } : {}), ...layout }), CONFIG);
   });
+}
+
+function unfold(part) {
+  fillAll();
+  if (part.open && window.Plotly) drawCharts();
 }
 
 function redraw() {
@@ -53,7 +77,7 @@ function fill(grid) {
 }
 
 function fillAll() {
-  document.querySelectorAll(".grid, .tiles, .answers").forEach(fill);
+  document.querySelectorAll(".grid, .tiles, .cards, .answers").forEach((grid) => grid.closest("details:not([open])") || fill(grid));
 }
 
 // Sort by the last number of a cell (the one after an arrow), largest first; else by text.
@@ -71,7 +95,7 @@ function sortBy(table, column) {
 function follow() {
   const nav = document.querySelector("nav"), sections = [...document.querySelectorAll("section")];
   const at = scrollY ? sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3) : 0;
-  [...nav.children].forEach((link, index) => link.classList.toggle("here", index === Math.max(at, 0)));
+  [...nav.querySelectorAll("a")].forEach((link, index) => link.classList.toggle("here", index === Math.max(at, 0)));
   const here = nav.querySelector(".here");
   if (here.offsetLeft < nav.scrollLeft || here.offsetLeft + here.offsetWidth > nav.scrollLeft + nav.clientWidth) nav.scrollLeft = here.offsetLeft - 40;
 }
@@ -79,6 +103,7 @@ function follow() {
 // Paper is narrower than the screen, and always light.
 function onPaper(isPaper) {
   document.documentElement.classList.toggle("paper", isPaper);
+  if (isPaper) document.querySelectorAll("details.part").forEach((part) => { part.open = true; });
   fillAll();
   redraw();
   document.querySelectorAll(".js-plotly-plot").forEach((place) => Plotly.relayout(place, isPaper ? { width: place.clientWidth } : { width: null, autosize: true }));

@@ -29,7 +29,8 @@ class Block:
     """One piece of a section; left out if it has no content."""
 
     kind: str
-    """tiles, charts, small (charts), table, sortable (table), sentence, list, notes, folded, timeline or samples."""
+    """answers, tiles, charts, small (charts), table, sortable (table), sentence, list, notes, folded, timeline or
+    samples."""
     content: Any
     """Figures by name; charts; rows; texts; or data for the page's scripts."""
     caption: str = ""
@@ -41,6 +42,8 @@ class Section:
 
     title: str
     all_blocks: Sequence[Block]
+    is_folded: bool = False
+    """Whether it is shown by a click."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -48,12 +51,26 @@ class Section:
         return [block for block in self.all_blocks if block.content]
 
 
-def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section], refresh_s: float = 0.0) -> Path:
-    """Write a page whole or not at all, and return its path; `refresh_s` as in `write_report`."""
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    sections: Iterable[Section],
+    refresh_s: float = 0.0,
+    axes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a page whole or not at all, and return its path.
+
+    Args:
+        refresh_s: As in `write_report`.
+        axes: What axes of steps can be switched to, by run.
+    """
     shown = [section for section in sections if section.blocks]
     blocks = [block for section in shown for block in section.blocks]
     charts = [chart for block in blocks if block.kind in ("charts", "small") for chart in block.content]
-    data = {"charts": [{"data": chart.data, "layout": chart.layout} for chart in charts]}
+    data: dict[str, Any] = {"axes": axes or {}}
+    data |= {"charts": [{"data": chart.data, "layout": chart.layout} for chart in charts]}
     data |= {block.kind: block.content for block in blocks if block.kind in ("timeline", "samples")}
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = figure_text

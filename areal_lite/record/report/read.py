@@ -1,12 +1,14 @@
 """What a run folder holds, as far as it can be read; a run that is still active can be read at any moment."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from areal_lite.errors import DataError
 from areal_lite.events import Event
-from areal_lite.record.run_files import Row, iterate_rows, missing_steps, read_json, table
+from areal_lite.record.run_files import Row, iterate_rows, missing_steps, number, read_json, table
 from areal_lite.record.run_folder import flattened
 
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
@@ -73,13 +75,26 @@ class RunFiles:
         return {key: f"{text}then {now.get(key)}" for key, text in texts.items()}
 
     @property
+    def axes(self) -> dict[str, list[float | None]]:
+        """Return what an axis of steps can be switched to, from step 0 on: samples and tokens trained, hours."""
+        queue, trainer = (table(self.config.get(section)) for section in ("queue", "trainer"))
+        group = [number(queue.get(name)) or 0.0 for name in ("groups_per_step", "samples_per_group")]
+        per_step = math.prod(group) or number(trainer.get("batch_size")) or 0.0
+        steps = [0.0, *(float(row["step"]) for row in self.metrics)]
+        trained = [number(row.get("tokens_trained", row.get("tokens"))) or 0.0 for row in self.metrics]
+        seconds = [0.0, *(number(row.get("time_s")) for row in self.metrics)]
+        return {
+            "steps": list(steps),
+            "samples": [per_step * step for step in steps],
+            "tokens": list(accumulate(trained, initial=0.0)),
+            "hours": [one and one / 3600 for one in seconds],
+        }
+
+    @property
     def evaluations(self) -> list[Row]:
-        """Return the held-out figures in order of steps: `accuracy`, other figures, `step` and `time_s`."""
-        times = {0: 0.0} | {row["step"]: row.get("time_s") for row in self.metrics}
+        """Return the held-out figures in order of steps: `accuracy`, other figures, `step`."""
         found = {event["step"]: event for event in self.events if event["kind"] == "eval"}
-        return [
-            event | table(event.get("figures")) | {"time_s": times.get(step)} for step, event in sorted(found.items())
-        ]
+        return [event | table(event.get("figures")) for _, event in sorted(found.items())]
 
     @property
     def accuracy_is_called(self) -> str:

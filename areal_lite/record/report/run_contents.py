@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_lite.record.report import curves, times
+from areal_lite.record.report.overview import answers
 from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text, pairs_block
 from areal_lite.record.report.read import RunFiles
+from areal_lite.record.report.rewards import reward_charts
 from areal_lite.record.report.timeline import timeline
 from areal_lite.record.run_files import Row, number, numbers, table
 from areal_lite.record.run_folder import changed, differences, flattened
@@ -16,36 +18,34 @@ _MAX_GROUPS = 800
 
 
 def run_sections(run: RunFiles) -> Iterator[Section]:
-    """Yield the sections of one run."""
+    """Yield the sections of one run: what everybody asks first, and what is looked up folded."""
     warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
-    eta = (
-        "eta: the largest age, in versions, that a token may have when it is trained" if run.command == "train" else ""
-    )
-    yield Section(
-        "Overview", [Block("tiles", _headline(run)), Block("text", eta), Block("notes", run.notes + warnings)]
-    )
-    yield Section("Learning", [charts_block(curves.learning([run]))])
-    yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))])
+    shares = times.lane_shares(run.events)
+    first = [*curves.learning([run]), times.share_chart(times.mean_shares(shares)) if shares else None]
+    cards, notes = Block("answers", answers(run, shares)), Block("notes", run.notes + warnings)
+    yield Section("Overview", [cards, charts_block(first, small=True), notes])
+    yield Section("Learning", [charts_block([*reward_charts(run), *curves.by_source(run)], small=True)])
     if run.command == "train":
-        yield from _online_sections(run)
-    yield Section("Loss diagnostics", _diagnostics([run]))
-    stride = -(-len(run.samples) // _MAX_GROUPS)
-    yield Section("Samples", [Block("samples", run.samples[:: stride or 1])])
-    yield Section("Settings", list(_settings(run)))
+        yield Section("Timeline", [Block("timeline", timeline(run.events))])
+        stride = -(-len(run.samples) // _MAX_GROUPS)
+        yield Section("Samples", [Block("samples", run.samples[:: stride or 1])])
+        yield from _online_sections(run, shares)
+    yield Section("Loss diagnostics", _diagnostics([run]), is_folded=True)
+    yield Section("Settings", list(_settings(run)), is_folded=True)
 
 
-def _online_sections(run: RunFiles) -> Iterator[Section]:
-    yield Section("Timeline", [Block("timeline", timeline(run.events))])
-    shares = times.share_chart(times.lane_shares(run.events))
-    speed = [shares, *curves.metric_charts([run], "Speed and idle time"), curves.step_times(run)]
-    speed.append(curves.memory_chart(run))
-    yield Section("Speed and idle time", [charts_block(speed)])
-    yield Section("Lengths", [charts_block(times.length_charts([run]))])
+def _online_sections(run: RunFiles, shares: dict[str, dict[str, float]]) -> Iterator[Section]:
+    speed = [times.share_chart(shares) if len(shares) > 2 else None, curves.step_times(run)]
+    speed += [*curves.metric_charts([run], "Speed and idle time"), curves.memory_chart(run)]
+    yield Section("Speed, idle time, memory", [charts_block(speed)], is_folded=True)
+    yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))], is_folded=True)
+    yield Section("Lengths", [charts_block(times.length_charts([run]))], is_folded=True)
     verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")
     failures = Block("table", times.failure_table(run), "failures, over all steps")
-    yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures])
+    yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures], is_folded=True)
     ledger = {state.replace("_", " "): int(n) for state, n in numbers(run.last.get("ledger")).items() if n}
-    yield Section("Groups", [charts_block(curves.ledger_charts(run)), Block("sentence", ledger, "At the last step")])
+    groups = [charts_block(curves.ledger_charts(run)), Block("sentence", ledger, "At the last step")]
+    yield Section("Groups", groups, is_folded=True)
 
 
 def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:

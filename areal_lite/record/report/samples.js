@@ -87,7 +87,7 @@ function legend(group) {
   const all = [...new Set(ways.flatMap((sample) => spansOf(sample).map(([version]) => version)))].sort((a, b) => a - b);
   return element("div", { class: "legend" }, ...all.map((version) => element(
     "span", {}, element("i", { style: { background: versionColour(version) } }), version === GIVEN ? "from the environment" : `version ${version}`,
-  )), element("span", {}, "green: the group's best reward; red: failed; strip: tokens by version"));
+  )), element("span", {}, "green: the best reward of a group that differs; red: failed; strip: tokens by version"));
 }
 
 function showGroup(group, where) {
@@ -97,7 +97,7 @@ function showGroup(group, where) {
   const prompt = element("div", { class: "prompt" }, String(group.prompt ?? ""));
   const expected = group.answer ? [line(`reference answer: ${group.answer}`)] : [];
   const rewards = samplesOf(group).map((sample) => sample.reward).filter((reward) => reward !== null);
-  const best = new Set(rewards).size > 1 || rewards[0] > 0 ? Math.max(...rewards) : undefined;
+  const best = new Set(rewards).size > 1 ? Math.max(...rewards) : undefined;
   const answers = element("div", { class: "answers" }, ...samplesOf(group).map((sample) => answer(sample, best, group.step)));
   place.replaceChildren(prompt, ...expected, legend(group), answers);
   fill(answers);

@@ -15,6 +15,12 @@ async function start() {
   follow();
   addEventListener("scroll", follow, { passive: true });
   addEventListener("resize", fillAll);
+  document.getElementById("axis")?.addEventListener("change", drawCharts);
+  document.querySelectorAll("details.part").forEach((part) => part.addEventListener("toggle", () => unfold(part)));
+  document.querySelector("nav").addEventListener("click", ({ target }) => {
+    const part = target.hash && document.querySelector(`${target.hash} > details.part`);
+    if (part) part.open = true;
+  });
   document.head.append(element("script", {}, await unpacked(document.getElementById("plotly").textContent)));
   drawCharts();
   if (DATA.timeline) startTimeline();

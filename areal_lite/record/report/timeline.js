@@ -1,7 +1,7 @@
 // The timeline: the visible segments are binned to the screen's columns, so that a long run is as fast as a short one.
 const LANE_GAP = 0.4;
-const OTHER_COLOURS = { pause: "#7a1f2b", drain: "#c46a1a", verify: "#6a4fb3", train: "#2e7d55", publish: "#d6a21f", wait: "#858c94" };
-const KIND_WORDS = { pause: "pause of the engines", drain: "draining", verify: "verification", train: "training", publish: "publication", wait: "waiting" };
+const OTHER_COLOURS = { pause: "#7a1f2b", drain: "#c46a1a", verify: "#6a4fb3", train: "#2e7d55", publish: "#d6a21f", wait: "#858c94", other: "#c9ced3", checkpoint: "#3f87c9", eval: "#b065c6" };
+const KIND_WORDS = { pause: "pause of the engines", drain: "draining", verify: "verification", train: "training", publish: "publication", wait: "waiting", other: "other", checkpoint: "saving", eval: "evaluation" };
 const MARKS = {
   eval: ["evaluation", "diamond", "◆"], checkpoint: ["checkpoint", "square", "■"], parity: ["parity check", "circle", "●"], lost: ["worker lost", "x", "✖"],
   rejoined: ["worker back", "cross", "✚"], restarted: ["worker restarted", "triangle-up", "▲"],

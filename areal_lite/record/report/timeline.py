@@ -5,6 +5,7 @@ A rollout lane has a row per slot; each sample is drawn where it was generated, 
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import GAP, lane_events, lived, slices
 from areal_lite.types import GIVEN
 
-KINDS = ("pause", "drain", "verify", "train", "publish", "wait")
+KINDS = ("pause", "drain", "verify", "train", "publish", "wait", "other", "checkpoint", "eval")
 """Kinds of segments beside samples. In the JSON a segment's kind is its version, or `-1 -` its index in this list."""
 
 _MAX_ROWS = 48
@@ -21,7 +22,7 @@ _MAX_ROWS = 48
 _MAX_SEGMENTS = 120_000
 """Segments of all rollout lanes, and of all verifier lanes, in the page: about 4 MB."""
 
-_MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1}
+_MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1, "controller": 1}
 """Workers of a kind; more would not fit on a screen."""
 
 _UNIT_S = 1e-4
@@ -76,6 +77,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
         names = [name for name in by_name if name.partition("/")[0] == kind]
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
+        lanes = {name: segments for name, segments in lanes.items() if segments or kind != "controller"}
         stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS)
         packed += [_packed(name, segments, ticks, labels, stride) for name, segments in lanes.items()]
     return {
@@ -89,7 +91,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
             {"time": ticks(event["time"]), "kind": event["kind"], "text": f"{event['kind']} {event.get('step', name)}"}
             for name, found in by_name.items()
             for event in found
-            if event["kind"] in _MARKS
+            if event["kind"] in _MARKS and "start" not in event
         ],
         # About six steps in the middle: pauses and versions can be told apart in it.
         "focus": [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end],
@@ -150,6 +152,16 @@ def sample_segments(
 
 def _segments(kind: str, events: Sequence[Event]) -> Iterator[Segment]:
     """Yield the segments of a lane; a pause of a rollout lane covers all of its rows."""
+    if kind == "controller":
+        for row, name in enumerate(("checkpoint", "eval")):
+            spans = ((event, event.get("start")) for event in events if event["kind"] == name)
+            for event, begin in spans:
+                if begin is not None:
+                    yield Segment(row, begin, event["time"], _kind(name), f"step {event.get('step')}")
+        return
+    for event, after in itertools.pairwise(events if kind == "trainer" else ()):
+        if (event["kind"], after["kind"]) == ("published", "wait") and event["time"] < after["time"]:
+            yield Segment(0, event["time"], after["time"], _kind("other"), "")
     for name, begin, stop, label in slices(events):
         yield Segment(-1 if kind == "rollout" else 0, begin, stop, _kind(name), label)
     verified = [(event["start"], event["end"], event["group_id"]) for event in events if event["kind"] == "verify"]

@@ -1,21 +1,22 @@
 """Charts of the event log: each lane's shares of time, lengths of completions, latencies of verifiers."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import Stretch, lived, reading, sample_lengths
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch, lived, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.run_files import Row, number, numbers, table
 
 _STATES = {
-    "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",
-    "transferring": "#a34747", "reloading": "#c65f5f", "stamping": "#e08a8a", "draining": COLOURS[3],
+    "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4],
+    "paused": "#a34747", "pausing": "#7d3c3c", "transferring": "#a34747", "reloading": "#c65f5f",
+    "stamping": "#e08a8a", "draining": COLOURS[3],
     "idle": "#9aa0a6", "waiting": "#b8bdc2", "other": "#d5d9dc", "lost": "#555555",
 }  # fmt: skip
 """In the order of the bars: work, the parts of a hand-over, then what is not work."""
@@ -33,13 +34,24 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]}
 
 
+def mean_shares(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return two lanes: the mean of all generators, and the trainer."""
+    workers = [shares[lane] for lane in shares if lane != "trainer"]
+    mean = defaultdict[str, float](float)
+    for state, share in itertools.chain.from_iterable(one.items() for one in workers):
+        mean["paused" if state in PAUSE_PARTS else state] += share / len(workers)
+    return {"generators": dict(mean), "trainer": shares["trainer"]} if workers else shares
+
+
 def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
-    """Draw a bar per lane, split by state."""
+    """Draw a bar per lane, split by state; the parts add up to the whole of its time."""
     lanes = list(reversed(shares))
     data = [
         {
             "type": "bar", "orientation": "h", "name": state, "y": lanes, "marker": {"color": colour},
             "x": [shares[lane].get(state, 0.0) for lane in lanes],
+            "text": [f"{share:.0%}" if (share := shares[lane].get(state, 0.0)) >= 0.08 else "" for lane in lanes],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
             "hovertemplate": "%{y} " + state + ": %{x:.1%}<extra></extra>",
         }
         for state, colour in _STATES.items()
@@ -47,9 +59,13 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
     ]  # fmt: skip
     layout = {
         "barmode": "stack", "xaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest",
-        "height": max(300, 130 + 42 * len(lanes)), "showlegend": True, "legend": {"traceorder": "normal"},
+        "height": max(220, 130 + 42 * len(lanes)), "bargap": 0.3,
+        "showlegend": True, "legend": {"traceorder": "normal"},
     }  # fmt: skip
-    note = "of the run's time between the first and the last publication; idle: not paused, and nothing running"
+    note = (
+        "of the time between the first and the last publication; idle: not paused, and nothing running; other: "
+        "saving, parity checks, evaluations"
+    )
     return Chart(title="shares of time", data=data, layout=layout, note=note) if data else None
 
 

@@ -1,0 +1,83 @@
+"""Charts of single rewards: their distribution, their spread within groups, and pass@k.
+
+They come from `verify` events, so that groups count that no batch trained; those of older runs hold no rewards.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from areal_lite.record.intervals import pass_at_k
+from areal_lite.record.report.charts import Chart, Line, as_shares, lines, stacked
+from areal_lite.record.report.curves import STEPS
+from areal_lite.record.report.read import RunFiles
+
+_WINDOW = 10
+"""Steps that a point covers: its own and those before it."""
+_MOST_VALUES = 6
+"""Different rewards that each get a band; more are put into as many bins."""
+
+Rewards = Sequence[float]
+"""[G] of a group, failed verifications left out."""
+
+
+def groups_by_step(run: RunFiles) -> dict[int, list[Rewards]]:
+    """Return the scored groups by the trainer steps that were complete when they were scored."""
+    published = sorted(event["time"] for event in run.events if event["kind"] == "published")
+    first = next((row["step"] for row in run.metrics), 1)
+    found = dict[int, list[Rewards]]()
+    for event in run.events:
+        rewards = [one for one in event.get("rewards") or () if one is not None] if event["kind"] == "verify" else []
+        if rewards:
+            found.setdefault(first - 1 + bisect.bisect(published, event["end"]), []).append(rewards)
+    return dict(sorted(found.items()))
+
+
+def reward_charts(run: RunFiles) -> Iterator[Chart | None]:
+    """Draw what the samples of ten steps earned, how far the samples of a group differ, and pass@k."""
+    by_step = groups_by_step(run)
+    windows = {
+        step: [group for at in range(step - _WINDOW + 1, step + 1) for group in by_step.get(at, ())] for step in by_step
+    }
+    steps, note = list(by_step), f"each point: all groups scored in {_WINDOW} steps, also those that no batch trained"
+    shares = {step: as_shares(_counts(windows[step], _edges(by_step))) for step in steps}
+    names = sorted({name for share in shares.values() for name in share}, key=lambda name: float(name.split()[0]))
+    bands = [Line(name=name, x=steps, y=[shares[step].get(name, 0.0) for step in steps]) for name in names]
+    yield stacked("distribution of rewards", bands, x=STEPS, y="share of samples", note=note, range=[0, 1])
+    differ = [fmean(len(set(group)) > 1 for group in windows[step]) for step in steps]
+    spread = [fmean(map(pstdev, windows[step])) for step in steps]
+    curves = [Line(name="groups whose rewards differ", x=steps, y=differ)]
+    curves.append(Line(name="standard deviation within a group", x=steps, y=spread))
+    yield lines("spread within groups", curves, x=STEPS, y="share, reward", rangemode="tozero", note=note)
+    yield _pass_chart(windows)
+
+
+def _edges(by_step: dict[int, list[Rewards]]) -> Sequence[float]:
+    """Return the edges of the bins; none where each value gets a band."""
+    values = {reward for groups in by_step.values() for group in groups for reward in group}
+    return np.linspace(min(values), max(values), _MOST_VALUES + 1).tolist() if len(values) > _MOST_VALUES else ()
+
+
+def _counts(groups: Sequence[Rewards], edges: Sequence[float]) -> Counter[str]:
+    rewards = [reward for group in groups for reward in group]
+    if not edges:
+        return Counter(f"{reward:.3g}" for reward in rewards)
+    counts, _ = np.histogram(rewards, bins=edges)
+    return Counter({f"{edges[at]:.3g} to {edges[at + 1]:.3g}": int(count) for at, count in enumerate(counts)})
+
+
+def _pass_chart(windows: dict[int, list[Rewards]]) -> Chart | None:
+    right = {step: [(len(group), sum(one >= 1 for one in group)) for group in windows[step]] for step in windows}
+    most = max((size for found in right.values() for size, _ in found), default=0)
+    if not any(count for found in right.values() for _, count in found):
+        return None
+    curves = []
+    for k in (2**power for power in range(most.bit_length())):
+        pairs = {step: [pair for pair in found if pair[0] >= k] for step, found in right.items()}
+        known = {step: fmean(pass_at_k(*pair, k) for pair in found) for step, found in pairs.items() if found}
+        curves.append(Line(name=f"pass@{k}", x=list(known), y=list(known.values())))
+    note = "chance that one of k samples of a prompt earns at least 1, unbiased from its group"
+    return lines("pass@k", curves, x=STEPS, y="share of prompts", range=[0, 1], note=note)
