@@ -19,12 +19,6 @@ def offline(command: str = "sft", **sections: Any) -> OfflineConfig:
     return parse_section({"command": command, **sections}, OfflineConfig)
 
 
-def test_the_shipped_rlhf_recipes_are_for_their_commands() -> None:
-    commands = ["sft", "reward_model", "train", "dpo"]
-    names = ["rlhf_sft", "rlhf_reward_model", "rlhf_ppo", "rlhf_dpo"]
-    assert [load_any_config(name).command for name in names] == commands
-
-
 def test_the_rlhf_recipes_are_chained_and_share_the_task() -> None:
     """Four commands in a row find each other's results."""
     sft, reward = (
@@ -53,11 +47,6 @@ def test_the_wrong_command_names_the_right_one(
 ) -> None:
     assert main(words) == 1
     assert named in capsys.readouterr().err
-
-
-def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-config", "rlhf_reward_model", "model.path=builtin:arith"]) == 0
-    assert "is fine for areal-lite reward-model: 32 rows per step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -133,13 +122,6 @@ def test_a_recipe_may_name_its_command_as_one_types_it(command: str, tmp_path: P
     recipe.write_text(f"command: {command}\ndata: {{carelessness: 0.5}}\n")
     assert load_any_config(str(recipe), command="reward_model").command == "reward_model"
     assert load_any_config(str(recipe)).command == "reward_model"
-
-
-def test_an_unknown_command_of_a_recipe(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("command: rlhf\n")
-    for load in (load_any_config, load_config):
-        with pytest.raises(ConfigError, match="command must be one of train, sft, reward_model, dpo, got 'rlhf'"):
-            load(str(tmp_path / "mine.yaml"))
 
 
 def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from areal_lite.events import EventBuffer
-from areal_lite.launch.run.collector import Collector, _together
+from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.restarts import Change, State
 
 FIRST = {
@@ -17,11 +17,22 @@ SECOND = {
 }  # fmt: skip
 
 
-def test_counts_add_up_and_the_worst_latency_stands() -> None:
-    assert _together([FIRST, SECOND]) == {
-        "calls": 15, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 3,
-        "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,
-    }  # fmt: skip
+class Watched:
+    """A collector of a cluster that reports what a test sets; keeps the printed lines and the written events."""
+
+    def __init__(self) -> None:
+        self.lines, self.events = list[str](), list[Any]()
+        self.restarts = SimpleNamespace(changes=[], has_restarted=lambda name: name != "rollout/1")
+        self.gauges: dict[str, Any] = {}
+        cluster: Any = SimpleNamespace(restarts=self.restarts, collect=lambda: ([], self.gauges))
+        recorder: Any = SimpleNamespace(feed=self.events.extend)
+        view: Any = SimpleNamespace(print=lambda text, style="": self.lines.append(text))
+        self.collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
+
+    def collect(self, gauges: dict[str, Any], *changes: Change) -> None:
+        self.gauges = gauges
+        self.restarts.changes += changes
+        self.collector.collect(force=True)
 
 
 def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
@@ -29,20 +40,12 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
 
     A verifier's end is that of the run, and is told then. Seen failing with a line here, too.
     """
-    said, written = list[str](), list[Any]()
-    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[], has_restarted=lambda name: name != "rollout/1"))
-    recorder: Any = SimpleNamespace(feed=written.extend)
-    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
-    collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
+    watched = Watched()
+    collector = watched.collector
 
     def collect(tokens: int | None, figures: dict[str, Any], *changes: Change) -> None:
-        cluster.restarts.changes += changes
-        gauges = {
-            "rollout/0": {} if tokens is None else {"tokens": tokens},
-            "verifier/0": {"verifiers": {"sum": figures}},
-        }
-        cluster.collect = lambda: ([], gauges)
-        collector.collect(force=True)
+        rollout = {} if tokens is None else {"tokens": tokens}
+        watched.collect({"rollout/0": rollout, "verifier/0": {"verifiers": {"sum": figures}}}, *changes)
 
     collect(100, {**FIRST, "waiting": 3})
     collect(None, SECOND, *(Change(name, State.RESTARTING, "it died") for name in ("rollout/0", "verifier/0")))
@@ -51,15 +54,17 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     collect(7, SECOND, Change("rollout/1", State.HEALTHY))
     collect(7, SECOND, *(Change(f"{role}/2", State.DEAD, "it fails") for role in ("rollout", "verifier")))
     assert collector.tokens() == 107
-    together = collector.verifiers()["verifiers"]["sum"]
-    assert (together["calls"], together["waiting"], together["busy"]) == (15, SECOND["waiting"], SECOND["busy"])
-    assert said == [
+    assert collector.verifiers()["verifiers"]["sum"] == {
+        "calls": 15, "timeouts": 1, "restarts": 2, "busy": 0, "waiting": 3,
+        "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,
+    }  # fmt: skip
+    assert watched.lines == [
         *(f"{name} died (it died); restarting" for name in ("rollout/0", "verifier/0")),
         "rollout/0 is back",
         "rollout/1 has joined",
         "rollout/2 died (it fails); the other workers continue",
     ]
-    assert [(event["kind"], event["worker"]) for event in written] == [
+    assert [(event["kind"], event["worker"]) for event in watched.events] == [
         ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"),
         ("rejoined", "rollout/0"), ("rejoined", "rollout/1"), ("lost", "rollout/2"), ("lost", "verifier/2"),
     ]  # fmt: skip
@@ -67,16 +72,11 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
 
 def test_the_first_error_of_each_reason_is_said_once() -> None:
     """Seen failing with episodes that nobody hears of, and with a line for each worker that meets it."""
-    said = list[str]()
+    watched = Watched()
     told = {f"rollout/{n}": {"errors": {"workflow:KeyError": f"workflow:KeyError: {n}"}} for n in range(2)}
-    gauges = [{"verifier/0": {"failures": {"nan": 2}}}, {"rollout/0": told["rollout/0"]}, told]
-    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]), collect=lambda: ([], gauges.pop(0)))
-    nobody: Any = SimpleNamespace(feed=lambda _: None)
-    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
-    collector = Collector(cluster, recorder=nobody, view=view, logs="logs", own=[])
-    for _ in range(3):
-        collector.collect(force=True)
-    assert said == [
+    for gauges in ({"verifier/0": {"failures": {"nan": 2}}}, {"rollout/0": told["rollout/0"]}, told):
+        watched.collect(gauges)
+    assert watched.lines == [
         "a verification failed (nan): such samples are dropped and counted; see logs/verifier-*.log",
         "an episode failed (workflow:KeyError: 0): such samples are dropped and counted; see logs/rollout-*.log",
     ]
@@ -84,18 +84,14 @@ def test_the_first_error_of_each_reason_is_said_once() -> None:
 
 def test_calls_served_unconstrained_are_counted_and_said_once() -> None:
     """Beside the share of the contexts that engines had in their caches. Seen failing with neither in a row."""
-    said = list[str]()
+    watched = Watched()
     one = {"unconstrained": {"tool_choice": 2}, "context_tokens": 100, "cached_tokens": 40}
     two = {"unconstrained": {"tool_choice": 1, "temperature": 5}, "context_tokens": 100, "cached_tokens": 20}
-    gauges = [{}, {"rollout/0": one}, {"rollout/0": one, "rollout/1": two}]
-    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]), collect=lambda: ([], gauges.pop(0)))
-    view: Any = SimpleNamespace(print=lambda text, style="": said.append(text))
-    collector = Collector(cluster, recorder=SimpleNamespace(feed=lambda _: None), view=view, logs="", own=[])
-    collector.collect(force=True)
-    assert collector.engines() == {"prefix_cache_hit_fraction": None, "agent_calls_unconstrained": {}}
-    for _ in range(2):
-        collector.collect(force=True)
+    watched.collect({})
+    assert watched.collector.engines() == {"prefix_cache_hit_fraction": None, "agent_calls_unconstrained": {}}
+    watched.collect({"rollout/0": one})
+    watched.collect({"rollout/0": one, "rollout/1": two})
     counts = {"tool_choice": 3, "temperature": 5}
-    assert collector.engines() == {"prefix_cache_hit_fraction": 0.3, "agent_calls_unconstrained": counts}
-    assert len(said) == 1
-    assert said[0].startswith("agents' calls ask for tool_choice: they are served without")
+    assert watched.collector.engines() == {"prefix_cache_hit_fraction": 0.3, "agent_calls_unconstrained": counts}
+    (line,) = watched.lines
+    assert line.startswith("agents' calls ask for tool_choice: they are served without")

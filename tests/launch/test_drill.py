@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from user_run import alive
 
@@ -17,7 +16,7 @@ from areal_lite.launch import drilled_run
 from areal_lite.launch.commands import main as cli
 from areal_lite.launch.drill import rows_of
 from areal_lite.launch.drill_checks import are_equal, problems
-from areal_lite.launch.drilled_run import FAULTS, KILLS, DrilledRun
+from areal_lite.launch.drilled_run import DrilledRun
 from areal_lite.record.run_folder import RunFolder
 
 STEPS, GROUPS = 30, 2
@@ -116,15 +115,6 @@ def test_a_run_is_healed_by_itself_or_by_a_resume(tmp_path: Path, monkeypatch: p
     assert all_of_them["healed_by"] == "areal-lite resume, the run itself"
 
 
-def test_a_rank_that_hangs_in_a_save_is_noticed_as_well() -> None:
-    """By other words than in a step. Seen failing, in a real drill, with "no progress" alone."""
-    hung = "the trainer ranks must save within 60 s; late: trainer/0 does not answer; the run goes back to step-000002"
-    stalled = "no progress for 20 s while waiting for a step (run.stall_timeout_s=20); late: trainer/0 does not answer"
-    for words in (hung, stalled):
-        assert re.search(drilled_run._NOTICED, f"step 2/16  tokens 0 masked as stale\n{words}\n")
-    assert not re.search(drilled_run._NOTICED, "step 2/16  tokens 0 masked as stale\n")
-
-
 @pytest.mark.slow
 def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left to notice. Seen failing where only those that a dead process still has count as its own."""
@@ -191,10 +181,6 @@ def test_the_books(change: dict[str, Any], problem: str | None, tmp_path: Path) 
     assert any(re.search(problem, text) for text in found) if problem else not found
 
 
-def test_a_folder_without_a_summary_is_not_done(tmp_path: Path) -> None:
-    assert "the run must be done, is without a summary" in problems(RunFolder(tmp_path), steps=1, groups_per_step=1)
-
-
 def test_runs_are_equal_to_the_last_bit(tmp_path: Path) -> None:
     """Seen failing with times compared as well."""
     figures = dict.fromkeys(("loss", "grad_norm", "entropy", "reward_mean", "tokens_trained"), 0.1)
@@ -204,21 +190,6 @@ def test_runs_are_equal_to_the_last_bit(tmp_path: Path) -> None:
         folder.append("metrics.jsonl", [figures | {"step": 1, "loss": loss, "time_s": id(folder)}])
     assert are_equal(folders[0], folders[1])
     assert not are_equal(folders[0], folders[2])
-
-
-def test_a_process_that_got_the_number_of_a_dead_one_is_another() -> None:
-    """Seen failing with a stranger that outlives the run."""
-    process = psutil.Process()
-    assert drilled_run._is_named(process, "")
-    process._ident = (process.pid, 0.0)
-    assert not drilled_run._is_named(process, "")
-
-
-def test_faults_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(KILLS) < set(FAULTS)
-    for name, said in {"queue,quue": "did you mean queue?", "": "there are engine"}.items():
-        assert cli.main(["drill", "arith_cpu", "--faults", name]) == 1
-        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

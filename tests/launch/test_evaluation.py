@@ -30,16 +30,8 @@ RESULT = {
     [
         ({}, "held-out accuracy at step 20: 0.250 [a 0.500, b 0.000] (8 problems, versions [20])"),
         (
-            {"by_source": {"a": 0.25}, "failures": 2, "called": "mean reward"},
-            "held-out mean reward at step 20: 0.250 (8 problems, versions [20], 2 could not be scored)",
-        ),
-        (
-            {"by_source": {"a": 0.25}, "parts": {"right": 0.5}, "metrics": {"words": 12.0}},
-            "held-out accuracy at step 20: 0.250 (8 problems, versions [20]); right 0.500; words 12.000",
-        ),
-        (
-            {"by_source": {"a": 0.25}, "left_out": 40},
-            "held-out accuracy at step 20: 0.250 (8 problems, versions [20], 40 not evaluated)",
+            {"by_source": {"a": 0.25}, "parts": {"right": 0.5}, "failures": 2, "called": "mean reward"},
+            "held-out mean reward at step 20: 0.250 (8 problems, versions [20], 2 could not be scored); right 0.500",
         ),
         (
             {"problems": 0, "failures": 9},

@@ -40,13 +40,6 @@ def head() -> Iterator[str]:
         server.shutdown()
 
 
-def failing(error: BaseException) -> Any:
-    def fail(**_: Any) -> None:
-        raise error
-
-    return fail
-
-
 def test_the_token_is_shown_to_a_cluster_that_is_joined_and_a_private_one_makes_its_own(
     joins: list[str], head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,29 +61,40 @@ def test_too_small_an_address_space_is_said_at_once(joins: list[str], monkeypatc
     assert joins == []
 
 
-@pytest.mark.parametrize("error", [ray.exceptions.AuthenticationError("no token"), ConnectionError("failed")])
-def test_a_token_that_is_refused_is_a_sentence(error: Exception, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray 2.60 has either error for it (seen with a real head). Seen failing with Ray's traceback."""
-    monkeypatch.setattr(ray, "init", failing(error))
-    monkeypatch.setenv("RAY_ADDRESS", head)
-    message = rf"expected {head} to accept this machine, got: (no token|failed).*where it asks for a token, copy"
-    with pytest.raises(ConfigError, match=message), ray_session():
-        pass
+REFUSED = r"expected {head} to accept this machine, got: (no token|failed).*where it asks for a token, copy"
 
 
-def test_sigterm_while_ray_starts_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's handler exits with the signal's number. Seen failing with exit code 15."""
-    monkeypatch.setattr(ray, "init", failing(SystemExit(15)))
+@pytest.mark.parametrize(
+    ("error", "joins_a_head", "expected", "message"),
+    [
+        (ray.exceptions.AuthenticationError("no token"), True, ConfigError, REFUSED),
+        (ConnectionError("failed"), True, ConfigError, REFUSED),
+        (SystemExit(15), False, KeyboardInterrupt, ""),
+        (Exception("The current node timed out during startup."), False, StallError, "Ray did not start within 30 s"),
+    ],
+    ids=["token", "token, in other words", "SIGTERM", "a busy machine"],
+)
+def test_a_start_of_ray_that_fails_is_a_sentence(
+    error: BaseException,
+    joins_a_head: bool,
+    expected: type[BaseException],
+    message: str,
+    head: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray 2.60 has either error for a token (seen with a real head); its handler of SIGTERM exits with 15.
+
+    Seen failing with Ray's tracebacks, and with exit code 15.
+    """
+
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(KeyboardInterrupt), ray_session():
-        pass
-
-
-def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray 2.60's words, which a machine at a load of 30 had it say. Seen failing with Ray's traceback."""
-    monkeypatch.setattr(ray, "init", failing(Exception("The current node timed out during startup. This could ...")))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(StallError, match=r"Ray did not start within 30 s"), ray_session():
+    if joins_a_head:
+        monkeypatch.setenv("RAY_ADDRESS", head)
+    with pytest.raises(expected, match=message.format(head=head) or None), ray_session():
         pass
 
 

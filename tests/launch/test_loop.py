@@ -132,16 +132,6 @@ def test_the_run_folder_is_complete(first_run: tuple[dict[str, Any], RunFolder])
     assert 0 < summary["rollout_occupancy"] <= 1
 
 
-def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """The last checkpoint holds a Hugging Face folder (that vLLM loads it, the PPO run of test_rlhf.py shows)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    _, folder = first_run
-    exported = folder.newest_checkpoint() / "model"
-    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
-    assert AutoTokenizer.from_pretrained(exported).encode("12")
-
-
 def test_a_resumed_run_goes_on_where_the_first_ended(
     first_run: tuple[dict[str, Any], RunFolder], loop_folder: Path
 ) -> None:

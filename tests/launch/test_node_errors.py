@@ -15,23 +15,20 @@ def node(name: str, port: int) -> Node:
 
 
 @pytest.fixture
-def where() -> Iterator[Placement]:
+def nodes() -> Iterator[list[Node]]:
     """Two nodes listen, the third does not."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        nodes = [node("one", port), node("two", port), node("three", closed.getsockname()[1])]
-        lanes = [("queue",), ("trainer/0",), ("trainer/1",), ("trainer/10",), ("rollout/0",)]
-        at = [0, 0, 1, 1, 2]
-        yield Placement(nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip(at, lanes, strict=True)])
+        yield [node("one", port), node("two", port), node("three", closed.getsockname()[1])]
 
 
-def test_what_is_where(where: Placement) -> None:
-    assert list(where.lines()) == [
-        "one (127.0.0.1): queue, trainer/0",
-        "two (127.0.0.1): trainer/1, trainer/10",
-        "three (127.0.0.1): rollout/0",
-    ]
+@pytest.fixture
+def where(nodes: list[Node]) -> Placement:
+    lanes = [("queue",), ("trainer/0",), ("trainer/1",), ("trainer/10",), ("rollout/0",)]
+    return Placement(
+        nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip([0, 0, 1, 1, 2], lanes, strict=True)]
+    )
 
 
 def test_an_error_names_nodes(where: Placement) -> None:
@@ -44,15 +41,15 @@ def test_an_error_names_nodes(where: Placement) -> None:
     )
 
 
-def test_one_node_and_errors_of_others_stay_as_they_are(where: Placement) -> None:
+def test_one_node_and_errors_of_others_stay_as_they_are(nodes: list[Node], where: Placement) -> None:
     error, other = TrainerError("trainer/0 died"), KeyError("trainer/0")
-    assert alone(*where._lanes).with_nodes(error) is error
+    assert alone(nodes[0]).with_nodes(error) is error
     assert where.with_nodes(other) is other
 
 
-def test_a_dead_raylet_is_named_before_what_died_of_it(where: Placement) -> None:
+def test_a_dead_raylet_is_named_before_what_died_of_it(nodes: list[Node], where: Placement) -> None:
     """Seen failing with a trainer rank that is blamed, and waited for in vain."""
-    *_, closed = where._lanes
+    closed = nodes[2]
     error = alone(closed).with_nodes(TrainerError("trainer/0 died"))
     assert (
         str(error)
@@ -63,5 +60,5 @@ def test_a_dead_raylet_is_named_before_what_died_of_it(where: Placement) -> None
     assert [where.reaches(lane) for lane in ("queue", "trainer/10", "rollout/0")] == [True, True, False]
 
 
-def alone(first: Node, *_: Node) -> Placement:
-    return Placement([first], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])
+def alone(single: Node) -> Placement:
+    return Placement([single], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])

@@ -1,6 +1,5 @@
 """Where a run's sockets are, with one node and with several; Ray's view of the nodes is faked."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from areal_lite import network
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run import places
-from areal_lite.launch.run.places import Places, places_for, with_network
+from areal_lite.launch.run.places import Places, with_network
 from areal_lite.launch.run.plan import Bundle, Node
 
 
@@ -32,28 +31,17 @@ def config_of(**sections: dict[str, Any]) -> Config:
     return parse_config(sections)
 
 
-def test_with_one_node_everything_stays_on_loopback(fake_ray: SimpleNamespace) -> None:
-    """Whatever the recipe of a cluster says. Seen failing with the address of the node."""
-    fake_ray.alive = [True, False]
-    settled = with_network(config_of(run={"network": "10.0.0.0/24"}))
-    assert settled.run.network is None
-
-
-def test_with_several_the_way_to_rays_head_decides(fake_ray: SimpleNamespace) -> None:
-    """Seen failing with loopback, where the second node found nobody."""
-    assert with_network(config_of()).run.network == "10.0.0.1"
-
-
-def test_the_interface_is_said(fake_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[str]()
-    monkeypatch.setattr(places, "_reserve", lambda config, report: (None, [], []))
-    monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
-    with places_for(config_of(), logs=Path("logs"), report=said.append):
-        assert said == ["nodes connect over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
-
-
-def test_the_recipes_network_comes_first(fake_ray: SimpleNamespace) -> None:
-    assert with_network(config_of(run={"network": "eth0"})).run.network == "eth0"
+@pytest.mark.parametrize(
+    ("alive", "network", "settled"),
+    [([True, False], "10.0.0.0/24", None), ([True, True], None, "10.0.0.1"), ([True, True], "eth0", "eth0")],
+    ids=["one node stays on loopback", "several use the way to Ray's head", "the recipe's comes first"],
+)
+def test_the_network_of_a_run(
+    fake_ray: SimpleNamespace, alive: list[bool], network: str | None, settled: str | None
+) -> None:
+    """Seen failing with the address of the only node, and with loopback, where the second node found nobody."""
+    fake_ray.alive = alive
+    assert with_network(config_of(run={"network": network})).run.network == settled
 
 
 def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace) -> None:

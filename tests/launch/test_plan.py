@@ -1,6 +1,5 @@
 """Which node each process goes to: a pure function of the recipe and of what the nodes have."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -26,9 +25,9 @@ def recipe(*, ranks: int, engines: int, tensor_parallel: int = 1, transport: str
     return parse_config(raw | more)
 
 
-def cpu_recipe(*, ranks: int, engines: int, verifiers: int = 1) -> Config:
-    raw = {"trainer": {"ranks": ranks}, "rollout": {"workers": engines}, "verifier": {"workers": verifiers}}
-    return parse_config(raw)
+def cpu_recipe(*, ranks: int, engines: int, tensor_parallel: int = 1) -> Config:
+    rollout = {"workers": engines, "tensor_parallel": tensor_parallel}
+    return parse_config({"trainer": {"ranks": ranks}, "rollout": rollout})
 
 
 def where(bundles: list[Bundle], role: str) -> list[int]:
@@ -36,39 +35,36 @@ def where(bundles: list[Bundle], role: str) -> list[int]:
     return [bundle.node for bundle in bundles for lane in bundle.lanes if lane.partition("/")[0] == role]
 
 
-def gpus_at(bundles: list[Bundle]) -> Counter[int]:
-    taken: Counter[int] = Counter()
-    for bundle in bundles:
-        taken[bundle.node] += bundle.gpus
-    return taken
-
-
-def test_ranks_lie_together_and_engines_are_whole() -> None:
-    """4 ranks and 3 engines of 2 GPUs on two nodes of 8. Seen failing with processes dealt out in turn."""
-    bundles = plan(recipe(ranks=4, engines=3, tensor_parallel=2), nodes_of(8, 8))
-    assert where(bundles, "trainer") == [0, 0, 0, 0]
-    assert where(bundles, "rollout") == [1, 1, 0]
-    assert gpus_at(bundles) == {0: 6, 1: 4}
-    assert [bundle.gpus for bundle in bundles if bundle.lanes[0].startswith("rollout")] == [2, 2, 2]
-
-
-def test_ranks_leave_a_whole_node_to_an_engine_that_needs_it() -> None:
-    """Seen failing with one order alone: the ranks took the roomiest node."""
-    bundles = plan(recipe(ranks=6, engines=1, tensor_parallel=8), nodes_of(8, 6))
-    assert where(bundles, "trainer") == [1] * 6
-    assert where(bundles, "rollout") == [0]
-
-
-def test_more_ranks_than_a_node_has_gpus_fill_one_and_go_on_with_the_next() -> None:
-    bundles = plan(recipe(ranks=9, engines=1, tensor_parallel=4), nodes_of(8, 8))
-    assert where(bundles, "trainer") == [0] * 8 + [1]
-    assert where(bundles, "rollout") == [1]
-
-
-def test_ranks_are_split_where_engines_find_no_room_otherwise() -> None:
-    """Two nodes of 3: with both ranks on one, only one engine of 2 fits. Seen failing with one order alone."""
-    bundles = plan(recipe(ranks=2, engines=2, tensor_parallel=2), nodes_of(3, 3))
-    assert sorted(where(bundles, "rollout")) == sorted(where(bundles, "trainer")) == [0, 1]
+@pytest.mark.parametrize(
+    ("config", "nodes", "ranks", "engines"),
+    [
+        (recipe(ranks=4, engines=3, tensor_parallel=2), nodes_of(8, 8), [0] * 4, [1, 1, 0]),
+        (recipe(ranks=6, engines=1, tensor_parallel=8), nodes_of(8, 6), [1] * 6, [0]),
+        (recipe(ranks=9, engines=1, tensor_parallel=4), nodes_of(8, 8), [0] * 8 + [1], [1]),
+        (recipe(ranks=2, engines=2, tensor_parallel=2), nodes_of(3, 3), [0, 1], [0, 1]),
+        (cpu_recipe(ranks=4, engines=3), nodes_of(0, cores=2), [0] * 4, [0] * 3),
+        (cpu_recipe(ranks=2, engines=2), nodes_of(0, 0, cores=2), [0, 0], [1, 1]),
+        (cpu_recipe(ranks=2, engines=2, tensor_parallel=2), nodes_of(0, 0, cores=4), [0, 0], [1, 0]),
+    ],
+    ids=[
+        "ranks together, engines whole",
+        "a whole node is left to an engine",
+        "more ranks than a node has GPUs",
+        "ranks are split where engines find no room otherwise",
+        "a laptop holds everything",
+        "on CPUs engines have the rest",
+        "on CPUs an engine of two processes takes two cores",
+    ],
+)
+def test_ranks_lie_together_and_engines_are_whole(
+    config: Config, nodes: list[Node], ranks: list[int], engines: list[int]
+) -> None:
+    """Seen failing with processes dealt out in turn, with one order alone, and with cores that cannot be shared."""
+    bundles = plan(config, nodes)
+    assert where(bundles, "trainer") == ranks
+    assert where(bundles, "rollout") == engines
+    parallel = config.rollout.tensor_parallel if config.run.device == "cuda" else 0
+    assert {bundle.gpus for bundle in bundles if bundle.lanes[0].startswith("rollout")} == {parallel}
 
 
 def test_over_ipc_an_engine_and_a_rank_share_a_bundle_of_one_gpu() -> None:
@@ -76,7 +72,7 @@ def test_over_ipc_an_engine_and_a_rank_share_a_bundle_of_one_gpu() -> None:
     bundles = plan(recipe(ranks=3, engines=2, transport="ipc"), nodes_of(2, 2))
     on_gpu = [bundle.lanes for bundle in bundles if bundle.gpus]
     assert on_gpu == [("trainer/0", "rollout/0"), ("trainer/1", "rollout/1"), ("trainer/2",)]
-    assert gpus_at(bundles) == {0: 2, 1: 1}
+    assert where(bundles, "trainer") == [0, 0, 1]
 
 
 def test_what_others_hold_is_passed_over_if_asked() -> None:
@@ -93,25 +89,6 @@ def test_the_queue_is_with_the_driver_and_verifiers_are_spread_over_nodes_with_c
     bundles = plan(config, nodes)
     assert where(bundles, "queue") == [0]
     assert where(bundles, "verifier") == [1, 2, 1]
-
-
-def test_a_laptop_holds_everything() -> None:
-    """More processes than cores. Seen failing with cores that cannot be shared."""
-    bundles = plan(cpu_recipe(ranks=4, engines=3), nodes_of(0, cores=2))
-    assert {bundle.node for bundle in bundles} == {0}
-    assert {bundle.gpus for bundle in bundles} == {0}
-
-
-def test_on_cpu_nodes_ranks_lie_together_and_engines_have_the_rest() -> None:
-    bundles = plan(cpu_recipe(ranks=2, engines=2), nodes_of(0, 0, cores=2))
-    assert where(bundles, "trainer") == [0, 0]
-    assert where(bundles, "rollout") == [1, 1]
-
-
-def test_on_a_cpu_an_engine_of_two_processes_takes_two_cores() -> None:
-    """Seen failing with the threads of one of them."""
-    config = parse_config({"trainer": {"ranks": 2}, "rollout": {"workers": 2, "tensor_parallel": 2}})
-    assert where(plan(config, nodes_of(0, 0, cores=4)), "rollout") == [1, 0]
 
 
 @pytest.mark.parametrize(("ranks", "engines", "parallel"), [(1, 1, 8), (9, 4, 2), (1, 9, 2)])

@@ -145,15 +145,6 @@ def test_a_finished_run_is_left_as_it_is(stopped: Path) -> None:
         resume(stopped, run={"steps": 4})
 
 
-@pytest.mark.parametrize(("place", "message"), [("file/run", "Not a directory"), ("/proc/none/run", "No such file")])
-def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, place: str, message: str) -> None:
-    """Seen failing with Python's own error."""
-    (tmp_path / "file").touch()
-    config = loop_config(tmp_path, run={"dir": str(tmp_path / place)}, model={"path": "nowhere"})
-    with pytest.raises(ConfigError, match=rf"run folder .* must be writable, got .*{place}: {message}"):
-        train(config, recipe_name="x", console=Console(file=io.StringIO()))
-
-
 def test_a_run_folder_that_may_only_be_read_is_said_before_anything_is_loaded(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,19 +160,6 @@ def test_a_run_folder_that_may_only_be_read_is_said_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=r"run folder .* must be writable, got .*/run: Read-only file system"):
         resume(stopped, model={"path": "nowhere"})
     assert contents(stopped / "run") == before
-
-
-def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And leaves no run folder. Seen failing with the one that transformers makes up taken."""
-    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")})
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    (tmp_path / "model" / "tokenizer_config.json").unlink()
-    monkeypatch.setattr(train_module, "ray_session", lambda: pytest.fail("a Ray was asked for"))
-    with pytest.raises(ConfigError, match="a model folder must hold its tokenizer"):
-        train(config, recipe_name="x", console=Console(file=io.StringIO()))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -207,19 +185,6 @@ def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(
     with pytest.raises(ArealLiteError, match=message):
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_disk_that_is_full_as_a_run_begins_is_a_sentence(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with Python's own error."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(train_module, "places_for", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(train_module, "_check_resources", lambda *_: None)
-    monkeypatch.setattr("areal_lite.record.run_folder.write_whole", full)
-    with pytest.raises(ConfigError, match=r"run folder .* must be writable, got .*/run: No space left on device"):
-        resume(stopped)
 
 
 @pytest.mark.parametrize(

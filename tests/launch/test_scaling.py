@@ -49,9 +49,3 @@ def test_engines_that_share_gpus_with_ranks_cannot_be_more(tmp_path: Path) -> No
     folder = run_folder(tmp_path / "run", weights={"transport": "ipc"}, run={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"on GPUs of their own.*got command: train, weights\.transport=ipc"):
         request(folder, parse_counts(["rollout=2"]), timeout_s=0.0)
-
-
-def test_a_request_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
-    (tmp_path / "scale.json").write_text('{"rollout": -1}')
-    assert take(tmp_path) == {}
-    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.events import Event, EventBuffer
-from areal_lite.record.lanes import LaneClocks, Stretch
+from areal_lite.record.lanes import LaneClocks
 
 LANE = "rollout/0"
 
@@ -20,10 +20,6 @@ def events(*rows: tuple[float, str] | tuple[float, str, int], lane: str = LANE) 
 def fed(clocks: LaneClocks, log: list[Event]) -> LaneClocks:
     clocks.feed(log)
     return clocks
-
-
-def share(before: dict[str, float], after: dict[str, float], *states: str) -> float:
-    return Stretch({LANE: before}, {LANE: after}).share(*states)
 
 
 #  0 ..  2 nothing runs: idle
@@ -59,14 +55,6 @@ TOTALS = {
 def test_idle_generating_and_the_parts_of_a_pause() -> None:
     """Seen failing with idle counted while paused, and with `update_received` taken for the end of the pause."""
     assert fed(LaneClocks(), PAUSED).read(20.0)[LANE] == pytest.approx(TOTALS)
-
-
-def test_an_engine_with_nothing_running_is_paused_not_idle_during_a_pause() -> None:
-    """Seen failing with idle decided by the running samples alone."""
-    log = events((0.0, "resumed"), (1.0, "pause"), (3.0, "paused"), (4.0, "resumed"))
-    assert fed(LaneClocks(), log).read(6.0)[LANE] == pytest.approx(
-        {"idle": 3.0, "pausing": 2.0, "transferring": 1.0, "slot_seconds": 0.0}
-    )
 
 
 def test_draining_is_counted_apart_from_the_pause() -> None:
@@ -114,26 +102,6 @@ def test_readings_in_between_change_nothing(moments: list[float]) -> None:
         for moment in moments:
             clock.read(moment)
     assert clock.read(20.0)[LANE] == pytest.approx(TOTALS)
-
-
-def test_fractions_between_two_readings() -> None:
-    """From 12 to 20: transferring 1, reloading 0.5, stamping 0.5, generating 2, idle 4 of 8 seconds.
-
-    Seen failing with the totals of the later reading instead of the difference.
-    """
-    clock = fed(LaneClocks(), PAUSED[:6])
-    before = clock.read(12.0)[LANE]
-    after = fed(clock, PAUSED[6:]).read(20.0)[LANE]
-    assert share(before, after, "idle") == pytest.approx(4 / 8)
-    assert share(before, after, "pausing") == pytest.approx(0.0)
-    assert share(before, after, "transferring", "reloading", "stamping") == pytest.approx(2 / 8)
-    assert (after["slot_seconds"] - before["slot_seconds"]) / 8 == pytest.approx((2 * 4) / 8)
-
-
-def test_no_time_has_no_shares() -> None:
-    """Seen failing with a division by zero."""
-    assert share({}, {}, "idle") == 0.0
-    assert share({"idle": 1.0}, {"idle": 1.0}, "idle") == 0.0
 
 
 # --- the event buffer ---

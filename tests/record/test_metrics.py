@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric, Reduction
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric
 from areal_lite.train.stats import COUNTS, StepTally
 from areal_lite.types import Shard
 
@@ -70,9 +70,3 @@ def test_a_figure_that_nobody_declared_is_a_mistake() -> None:
     """Seen failing with a bare KeyError."""
     with pytest.raises(ValueError, match=r"a declared metric, got 'entropi'. Fix: .* record/metrics\.py"):
         StepTally().add(entropi=1.0)
-
-
-def test_the_text_of_a_value_on_a_terminal() -> None:
-    metric = Metric("age", "", reduction=Reduction.SUM, panel=("tokens", "oldest {:d} of {bound} allowed"))
-    assert metric.words({"age": 3}, bound=4) == "oldest 3 of 4 allowed"
-    assert metric.words({}, bound=4) == "oldest - of 4 allowed"

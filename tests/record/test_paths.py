@@ -199,20 +199,6 @@ def recipe(**sections: Any) -> Config:
     return parse_config(sections)
 
 
-def test_every_model_of_a_recipe_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "run", steps=[10], with_model=[10])
-    monkeypatch.chdir(tmp_path)
-    config = recipe(
-        model={"path": "run"},
-        critic={"path": "run"},
-        objective={"preset": "ppo", "reference_path": "run"},
-        verifier={"function": "reward_model", "arguments": {"model": "run", "device": "cpu"}},
-    )
-    model, resolved = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model"), with_absolute_paths(config)
-    assert resolved.model.path == resolved.critic.path == resolved.objective.reference_path == model
-    assert resolved.verifier.arguments == {"model": model, "device": "cpu"}
-
-
 def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run starts from, and is held near, the same model, whatever became of the earlier run.
 
@@ -234,17 +220,6 @@ def test_an_evaluation_needs_no_model_that_only_training_reads() -> None:
     with pytest.raises(ConfigError, match=r"model\.path must be"):
         with_absolute_paths(config)
     assert with_absolute_paths(config, EVALUATED).objective == config.objective
-
-
-def test_a_users_own_verifier_gets_absolute_paths_and_plain_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something that is no path here stays as it is."""
-    (tmp_path / "judge").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for given, expected in (("judge", str(tmp_path / "judge")), ("name-of-a-model", "name-of-a-model"), (3, 3)):
-        config = recipe(verifier={"function": "mine:verify", "arguments": {"model": given}})
-        assert with_absolute_paths(config).verifier.arguments == {"model": expected}
 
 
 def test_a_model_of_the_hub_is_downloaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

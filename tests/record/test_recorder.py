@@ -221,28 +221,6 @@ def test_shares_lie_between_the_first_and_the_last_step(recorder: OnlineRecorder
     assert summary["publish_s_median"] == 0.25
 
 
-def test_shares_after_a_resume_are_of_both_lives_and_of_no_time_between(
-    recorder: OnlineRecorder, config: Config, clock: FakeClock
-) -> None:
-    """From the publication at 8 s to the log's end at 11 s, and from 112 to 120 s: 11 s, the trainer waits 3 + 4.
-
-    Seen failing with the second life alone, and with the 101 s between as time of waiting.
-    """
-    play(recorder, clock, until=12.0, step=1)
-    recorder.close()
-    clock.now = BEGIN + 112
-    second = OnlineRecorder(config, RunFolder(Path(str(config.run.dir))))
-    second.feed([event(112.0, "trainer", "wait"), event(112.0, "rollout/0", "running", n=4)])
-    second.feed([event(116.0, "trainer", "train")])
-    clock.now = BEGIN + 116
-    assert do_step(second, 2)["paused_s"] == 0.0
-    clock.now = BEGIN + 120
-    do_step(second, 3)
-    summary = second.summary("done", ledger={})
-    assert summary["trainer_idle_fraction"] == pytest.approx(7 / 11)
-    assert summary["paused_fraction"] == pytest.approx((1 / 11 + 0) / 2)
-
-
 @pytest.mark.parametrize(
     ("steps", "first", "last"), [(1, 1, 1), (2, 1, 2), (12, 1, 12), (30, 2, 29), (100, 5.5, 95.5), (300, 5.5, 295.5)]
 )
@@ -258,21 +236,6 @@ def test_rewards_of_both_ends_are_means_of_a_tenth_of_the_steps(
         do_step(recorder, step, reward_mean=float(step))
     summary = recorder.summary("done", ledger={})
     assert (summary["reward_first"], summary["reward_last"]) == pytest.approx((first, last))
-
-
-def test_histograms_of_ages_and_lengths(recorder: OnlineRecorder) -> None:
-    """Lengths in classes of 16 tokens, named by their lower end."""
-    lengths = [1, 15, 16, 40]
-    samples = [{"end": 1.0, "tokens": tokens, "spans": []} for tokens in lengths]
-    recorder.feed([event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)])
-    do_step(recorder, 1, age_histogram={0: 30, 2: 10}, age_max=2)
-    do_step(recorder, 2, age_histogram={1: 5, 2: 1}, age_max=2)
-    summary = recorder.summary("done", ledger={"trained": 4})
-    assert summary["length_histogram"] == {"0": 2, "16": 1, "32": 1}
-    assert summary["age_histogram"] == {"0": 30, "1": 5, "2": 11}
-    assert summary["age_max_trained"] == 2
-    assert summary["max_staleness"] == 3
-    assert summary["ledger"] == {"trained": 4}
 
 
 def test_the_worst_parity_of_all_stands_in_the_summary(recorder: OnlineRecorder) -> None:

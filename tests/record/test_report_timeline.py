@@ -52,11 +52,6 @@ def test_a_sample_waits_for_the_version_that_answers_it() -> None:
     assert pieces([[1, 0, 5]], start=3.5, end=7.0) == [(-1 - KINDS.index("wait"), 3.5, 5.0), (1, 5.0, 7.0)]
 
 
-def test_without_handovers_in_the_log_a_sample_is_drawn_whole() -> None:
-    """Under the first of its versions. Seen failing with nothing drawn."""
-    assert pieces([[3, 0, 2], [4, 2, 8]], start=0.0, end=4.0, alive={}) == [(3, 0.0, 4.0)]
-
-
 def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> None:
     """Seen failing with a publication that ends at the next wait: the last one was lost.
 
@@ -98,13 +93,6 @@ def test_workers_are_in_the_order_of_their_numbers() -> None:
     assert [lane["name"] for lane in timeline(log)["lanes"]] == ["rollout/2", "rollout/10"]
     log += [event(float(at), "trainer", "published") for at in (0, 1)]
     assert list(lane_shares(log)) == ["rollout/2", "rollout/10", "trainer"]
-
-
-def test_a_long_run_opens_on_a_few_steps_in_its_middle() -> None:
-    """Step k is trained at k - 0.2. Of 20, those from the eighth to the fourteenth."""
-    assert [ticks * 1e-4 for ticks in timeline(make_events(steps=20))["focus"]] == pytest.approx([7.8, 13.8])
-    short = timeline(make_events(steps=3))
-    assert short["focus"] == [0, short["end"]]
 
 
 def test_an_empty_log_has_no_timeline_and_one_cut_off_has_what_is_whole() -> None:

@@ -56,12 +56,6 @@ def names(path: Path) -> list[str]:
 # --- a new run ---
 
 
-def test_a_new_folder_holds_the_resolved_recipe(folder: RunFolder, tmp_path: Path) -> None:
-    assert folder.path == tmp_path / "run"
-    assert parse_config(json.loads((folder.path / "config.json").read_text())) == make_config(tmp_path)
-    assert names(folder.path) == ["checkpoints", "config.json", "logs"]
-
-
 def test_a_folder_with_a_run_is_not_written_over(folder: RunFolder, tmp_path: Path) -> None:
     """Seen failing without the check: the new run's rows would stand behind the old one's."""
     checkpoint(folder, 1)
@@ -124,34 +118,6 @@ def test_json_is_written_whole_or_not_at_all(folder: RunFolder) -> None:
 # --- checkpoints ---
 
 
-def test_only_the_newest_are_kept(folder: RunFolder) -> None:
-    """Seen failing with `[:keep]`."""
-    for step in (1, 2, 3, 4):
-        checkpoint(folder, step, keep=2)
-    assert names(folder.checkpoints) == ["step-000003", "step-000004"]
-
-
-def test_a_save_that_breaks_off_leaves_the_checkpoints_before_it(folder: RunFolder) -> None:
-    """Also one of the same step; and what it left is cleared away by the next.
-
-    Seen failing with the checkpoint written in place, and with the old one of the same step removed first.
-    """
-
-    def breaks(path: Path) -> None:
-        path.mkdir()
-        (path / "half").write_text("x")
-        raise KeyboardInterrupt
-
-    checkpoint(folder, 3, queue=b"whole", keep=1)
-    for step in (3, 4):
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint(folder, step, save=breaks, keep=1)
-        assert folder.newest_checkpoint().name == "step-000003"
-        assert (folder.newest_checkpoint() / "queue.msgpack").read_bytes() == b"whole"
-    checkpoint(folder, 5, keep=1)
-    assert names(folder.checkpoints) == ["step-000005"]
-
-
 # --- a resumed run ---
 
 
@@ -186,13 +152,6 @@ def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path)
     checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [event(9e9)]))
     folder.append("events.jsonl", [event(1.0)])
     assert resumed(tmp_path).read("events.jsonl") == [event(1.0)]
-
-
-def test_a_resume_needs_a_run_and_a_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run\.checkpoint_every"):
-        resumed(tmp_path)
-    with pytest.raises(CheckpointError, match=r"run\.resume must name a run folder.*no config\.json"):
-        RunFolder.resume(parse_config({"run": {"resume": str(tmp_path)}}))
 
 
 def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_path: Path) -> None:
@@ -328,13 +287,6 @@ def test_nothing_is_written_once_another_process_has_the_folder(folder: RunFolde
         with pytest.raises(CheckpointError, match="taken over"):
             write()
     assert sorted(folder.path.rglob("*")) == before
-
-
-def test_the_command_that_resumes_can_be_pasted(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "my run")
-    assert "no checkpoint" in folder.how_to_resume()
-    checkpoint(folder, 7)
-    assert folder.how_to_resume() == f"to resume from step 7: areal-lite resume '{folder.path}'"
 
 
 def test_values_of_the_environment_stay_in_a_file_of_their_own(tmp_path: Path) -> None:

@@ -21,22 +21,6 @@ def rows_of(trace: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     return [row for row in trace if row["ph"] == phase]
 
 
-def slices(*events: Event) -> list[tuple[str, float, float]]:
-    """Name, begin and length in microseconds of each slice on a lane's own track."""
-    return [(row["name"], row["ts"], row["dur"]) for row in rows_of(trace_of(events), "X")]
-
-
-def test_a_pause_lasts_from_the_call_to_the_resume_drained_or_not() -> None:
-    log = [
-        event(1.0, "rollout/0", "pause"),
-        event(1.5, "rollout/0", "paused"),
-        event(2.0, "rollout/0", "resumed"),
-        event(4.0, "rollout/0", "drain"),
-        event(7.0, "rollout/0", "resumed"),
-    ]
-    assert slices(*log) == [("pause", 0.0, 1e6), ("pause", 3e6, 3e6)]
-
-
 def test_lanes_do_not_close_each_others_slices() -> None:
     """Seen failing with open slices kept by end event alone."""
     log = [
@@ -71,18 +55,6 @@ def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
     assert counter["args"] == {"samples": 2}
 
 
-def test_time_begins_with_the_earliest_event_of_any_lane() -> None:
-    """The log is in order by lane only. Seen failing with the first row's time as the beginning: negative times."""
-    log = [
-        event(10.0, "rollout/0", "running", n=1),
-        event(12.0, "rollout/0", "group", group="g", start=9.0, samples=[{"end": 12.0, "tokens": 1, "spans": []}]),
-        event(8.0, "trainer", "wait"),
-        event(9.5, "trainer", "train"),
-    ]
-    times = [row["ts"] for row in trace_of(log) if "ts" in row]
-    assert min(times) == 0.0
-
-
 def test_every_event_of_a_killed_run_still_gives_valid_json(tmp_path: Path) -> None:
     """Slices left open are left out; unknown kinds draw nothing."""
     log = [event(0.0, "trainer", "wait"), event(1.0, "controller", "eval", step=3, accuracy=0.5)]
@@ -91,18 +63,6 @@ def test_every_event_of_a_killed_run_still_gives_valid_json(tmp_path: Path) -> N
         trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
         assert trace["displayTimeUnit"] == "ms"
         assert [row["ph"] for row in trace["traceEvents"]] == phases
-
-
-def test_every_row_names_process_and_thread() -> None:
-    """Viewers drop rows without. Seen failing with asynchronous slices without `tid`."""
-    log = [
-        event(1.0, "rollout/0", "pause"),
-        event(2.0, "rollout/0", "resumed"),
-        event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
-    ]
-    drawn = [row for row in trace_of(log) if row["ph"] in "Xbe"]
-    assert len(drawn) == 3
-    assert all(row["pid"] > 0 and row["tid"] > 0 for row in drawn)
 
 
 def test_tokens_that_an_environment_gave_have_no_version() -> None:

@@ -156,18 +156,6 @@ def test_a_refusal_leaves_a_dead_owners_lease_as_it_was(tmp_path: Path, is_settl
     assert contents(tmp_path) == ({} if is_settled else {"writer.json": before})
 
 
-def test_an_owner_that_ends_while_it_is_watched_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with its last sign of life taken for one: refused."""
-    lease(tmp_path, machine="elsewhere")
-
-    def end(seconds: float) -> None:
-        (tmp_path / "writer.json").unlink(missing_ok=True)
-
-    monkeypatch.setattr(writer.time, "sleep", end)
-    with SoleWriter(tmp_path, say=lambda _: None) as held:
-        held.check()
-
-
 @pytest.mark.parametrize("content", ["{", '{"since": "Sunday"}'])
 def test_a_lease_that_cannot_be_read_is_watched_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str

@@ -16,12 +16,10 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from areal_lite.config.recipe import Config
-from areal_lite.launch.bench.gpu_check import page
 from areal_lite.launch.bench.gpu_engine import compared, figures_of, problems_of
 from areal_lite.launch.bench.gpu_part import Job, command_of, read_figures, table
 from areal_lite.launch.bench.gpu_trainer import idle_share
 from areal_lite.launch.bench.gpu_trainer import varlen as attention
-from areal_lite.record.recorder import commit_of_code
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -230,33 +228,6 @@ def test_idle_is_what_no_interval_covers() -> None:
 
 
 # ---------------------------------------------------------------- the page
-
-
-def test_the_page_shows_what_was_measured_and_nothing_else() -> None:
-    """Seen failing with a figure that was not measured shown as 0."""
-    kept = {"tokens_per_s": 23456.7, "mfu": 0.4321, "peak_gib": 55.51}
-    rows = [
-        {"name": "step", "shows": "a step", "outcome": "passed", "seconds": 61.2, "figures": {"kept": kept}},
-        {"name": "float32", "shows": "parity", "outcome": "failed: it is wrong", "seconds": 50,
-         "figures": {"run": {"parity_max": 2e-5, "step_s": 0.5, "compared": "not compared"}}},
-        {"name": "tf32", "shows": "parity again", "outcome": "skipped: planned for 60 s, 3 s were left"},
-    ]  # fmt: skip
-    about = {"device": "cuda", "gpus": ["NVIDIA H100"], "versions": {"torch": "2.11.0"}, "commit": "abc1234"}
-    text = page({**about, "rows": rows})
-    assert text.startswith("NVIDIA H100. Commit abc1234; torch 2.11.0.\n")
-    assert "| step | 61 | passed |" in text
-    assert "| tf32 | - | skipped |" in text
-    assert "- activations kept: 23,457 tokens/s, MFU 43.2%, peak 55.5 GiB (estimated -)" in text
-    assert "recomputed: - tokens/s, MFU -, peak - GiB" in text
-    assert "- parity: 2e-05 nats at most, mean -, 99 % within -; 0.50 s/step;" in text
-    assert "- failed: it is wrong" in text
-    assert "### tf32" not in text
-
-
-def test_the_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with git asked first."""
-    monkeypatch.setenv("AREAL_LITE_COMMIT", "0123abc")
-    assert commit_of_code() == "0123abc"
 
 
 @pytest.mark.loop

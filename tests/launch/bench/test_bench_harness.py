@@ -5,9 +5,7 @@ from typing import Any
 import measuring
 import pytest
 
-from areal_lite.launch.bench.harness import ratios
-from areal_lite.launch.run.preflight import ClusterReport, preflight_table
-from areal_lite.record.columns import COLUMNS, cells, spread
+from areal_lite.record.columns import cells, spread
 
 
 def test_cases_take_turns_and_every_other_repeat_goes_backwards(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,12 +15,6 @@ def test_cases_take_turns_and_every_other_repeat_goes_backwards(capsys: pytest.C
     assert order == [*"abc", *"cba", *"abc"]
     assert capsys.readouterr().out.splitlines()[3:5] == ["repeat 2 of 3: c", "repeat 2 of 3: b"]
     assert measured == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
-
-
-def test_ratios_and_spreads() -> None:
-    assert ratios([3.0, 5.0], [2.0, 2.0]) == [1.5, 2.5]
-    assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "low": 1.0, "high": 10.0}
-    assert spread([1.0, 2.0])["median"] == 1.5
 
 
 def test_a_column_shows_a_value_a_median_or_nothing() -> None:
@@ -36,10 +28,3 @@ def test_a_column_shows_a_value_a_median_or_nothing() -> None:
     assert show({"a": {"b": [1.0, 3.0, 2.0]}}) == show({"a": {"b": spread([1.0, 3.0, 2.0])}}) == "20.0\n10.0-30.0"
     assert show({"a": {"b": [1.0, 1.0]}}) == "10.0"
     assert {show(row) for row in ({"a": {"b": [1.0, None]}}, {"a": {"b": []}}, {"a": {}}, {"a": None}, {})} == {"-"}
-
-
-def test_no_table_in_the_terminal_is_wider_than_seven_columns() -> None:
-    """The rest is in JSON. Seen failing with seven of them: queue, train, handover, peers, plan, cluster."""
-    shown = {**COLUMNS, **measuring.COLUMNS}
-    shown |= {"cluster": preflight_table(ClusterReport()).columns}
-    assert [name for name, columns in shown.items() if len(columns) > 7] == []

@@ -61,13 +61,10 @@ def test_a_grid_crosses_its_axes_and_seeds_come_last() -> None:
     [
         ({}, "a plan needs runs, a grid or seeds"),
         ({"runs": {"a/b": {}}}, "a run must have a unique name .*, got 'a/b'"),
-        ({"runs": {"../a": {}}}, "a run must have a unique name"),
         ({"grid": {"run.steps": [1, 1]}}, "a run must have a unique name"),
         ({"runs": {"a": {"trainer.lrr": 1}}}, "run a: unknown key trainer.lrr; did you mean trainer.lr"),
         ({"runs": {"a": {}, "b": {"trainer.lr": -1}}}, "run b: trainer.lr: .*greater than 0, got -1"),
-        ({"runs": {"a": {"run.steps.x": 1}}}, "run a: .*reaches into 'steps'"),
         ({"runs": {"a": {"run.dir": "/somewhere"}}}, r"run a: run.dir and run.resume are set by the benchmark"),
-        ({"recipe": "arith", "runs": {"a": {}}}, "there is no 'arith'; did you mean arith_cpu"),
     ],
 )
 def test_every_mistake_in_a_plan_is_found_before_anything_starts(fields: dict[str, Any], message: str) -> None:
@@ -75,20 +72,10 @@ def test_every_mistake_in_a_plan_is_found_before_anything_starts(fields: dict[st
         planned_runs(make_plan(**fields))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a", r"must hold a plan \(recipe, settings, runs, grid, seeds\), got a list"),
-        ("runs: {a: {}}", "recipe: field required, got"),
-        ("recipe: arith_cpu\nrunz: {}", "unknown key runz"),
-        ("recipe: arith_cpu\nseeds: [x]", "seeds.0: .*valid integer.*, got 'x'"),
-        ("recipe: [", "not readable as YAML"),
-    ],
-)
-def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    path.write_text("- a")
+    with pytest.raises(ConfigError, match=r"must hold a plan \(recipe, settings, runs, grid, seeds\), got a list"):
         load_plan(str(path))
     with pytest.raises(ConfigError, match=r"one of presets, staleness, got 'preset'; did you mean presets\?"):
         load_plan("preset")
@@ -199,15 +186,6 @@ def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_restarted(tmp_pa
     assert training.calls == ["a", "resume b"]
 
 
-def test_a_stop_ends_the_benchmark_and_the_next_call_resumes_it(tmp_path: Path) -> None:
-    training = FakeTraining({"b": KeyboardInterrupt()}, saved=["b"])
-    with pytest.raises(KeyboardInterrupt):
-        bench(three_runs(), tmp_path, training)
-    assert training.calls == ["a", "b"]
-    assert bench(three_runs(), tmp_path, training) == {}
-    assert training.calls == ["a", "b", "resume b", "c"]
-
-
 def test_a_folder_of_other_settings_is_refused_before_anything_starts(tmp_path: Path) -> None:
     """Whether its run is done or not; nothing of it is deleted. Seen failing with the comparison left out."""
     bench(three_runs(), tmp_path, FakeTraining({"a": StallError("x")}))
@@ -247,15 +225,3 @@ def test_results_hold_every_run_of_the_plan(tmp_path: Path) -> None:
     done = ["a", "3e-05, 4, 12", "0.250, 0.750, +0.500", "1.50, 2 of 4", "25%, 50%", "1.0e-06"]
     waiting = ["b", "3e-05, -, -", "-, -, not run", "-, - of 4", "-, -", "-"]
     assert list(cells("plan", content["runs"]))[1:] == [done, waiting]
-
-
-def test_a_run_of_other_settings_counts_as_not_run(tmp_path: Path) -> None:
-    """Its figures would stand under a name and a learning rate that it was not made with.
-
-    Seen failing with the summary read without a look at the settings.
-    """
-    bench(planned_runs(make_plan(runs={"a": {"trainer.lr": 1e-3}})), tmp_path, FakeTraining())
-    plan = make_plan(runs={"a": {}})
-    (entry,) = collect_results("mine", plan, planned_runs(plan), out=tmp_path)["runs"]
-    assert entry["status"] == "not run"
-    assert "end" not in entry

@@ -3,9 +3,7 @@
 New snapshots, to be read before they are kept: python tests/launch/clusters/test_artefacts.py
 """
 
-import doctest
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -17,13 +15,11 @@ import yaml
 from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters import kubernetes
 from areal_lite.launch.clusters.attempts import attempt_scripts
 from areal_lite.launch.clusters.fit import shipped
 from areal_lite.launch.clusters.job import Job, find_kind
 from areal_lite.launch.clusters.kubernetes import Kubernetes, manifest, schema_problems
 from areal_lite.launch.clusters.profile import Profile
-from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import bash_problems, render, script
 from areal_lite.launch.clusters.slurm import Slurm
 from areal_lite.launch.clusters.supervised import Local
@@ -48,24 +44,11 @@ def test_artefacts_are_those_that_were_read(kind: str) -> None:
     assert list(find_kind(kind).check(make_job(kind, WORDS))) == []
 
 
-@pytest.mark.parametrize("kind", ["local", "ssh", "slurm", "ray", "kubernetes"])
+@pytest.mark.parametrize("kind", ["local", "slurm", "kubernetes"])
 def test_a_shell_line_that_bash_cannot_read(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     profile = make_profile(enter="source 'open") if kind != "local" else Profile(enter="source 'open")
     with pytest.raises(ConfigError, match="must be a script that bash reads"):
         run_job(make_job(kind, "train arith_cpu", profile=profile), dry_run=True)
-
-
-def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
-    """KubeRay pastes it into a shell line of its own. Seen failing with the steps themselves in it."""
-    config_map, rayjob = manifest(make_job("kubernetes", WORDS))
-    assert shlex.split(rayjob["spec"]["entrypoint"], comments=True) == ["bash", "/etc/areal-lite/start.sh"]
-    (items,) = [
-        volume["configMap"]["items"]
-        for volume in rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
-        if "configMap" in volume
-    ]
-    (key,) = [item["key"] for item in items if item["path"] == "start.sh"]
-    assert "areal_lite.launch.clusters.attempts" in config_map["data"][key]
 
 
 @pytest.mark.slow
@@ -123,21 +106,6 @@ def test_the_schema_refuses(breakage: Mapping[str, object], at: str) -> None:
 )
 def test_what_a_kind_needs(kind: str, changed: dict[str, object], message: str) -> None:
     assert message in find_kind(kind).check(make_job(kind, profile=make_profile(**changed)))[0]
-
-
-def test_a_file_that_should_be_shipped_and_is_not_there() -> None:
-    job = make_job("kubernetes", "train gsm8k_1node verifier.function=none.py:f")
-    with pytest.raises(ConfigError, match=r"are shipped, got .*none\.py"):
-        find_kind("kubernetes").artefacts(job)
-
-
-def test_every_node_has_ports_of_its_own_and_the_run_the_rest(tmp_path: Path) -> None:
-    job = make_job()
-    nodes = RayNodes(job, find_kind("ssh").nodes(job), logs=tmp_path)
-    ranges = [nodes._ports(index) for index in range(4)]
-    assert [ports[0] for ports in ranges] == [20000, 21250, 22500, 23750]
-    assert ranges[-1][-1] == 24999
-    assert "run.ports=25000-29999" in attempt_scripts(job)["run.sh"]
 
 
 if __name__ == "__main__":
@@ -244,14 +212,12 @@ def test_a_patch_of_the_manifest(nodes: int) -> None:
     assert any("nodeSelektor" in problem for problem in find_kind("kubernetes").check(job))
 
 
-def test_examples_of_a_patch() -> None:
-    assert doctest.testmod(kubernetes).failed == 0
-
-
 def test_files_that_cannot_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with a traceback, and with a manifest that no cluster takes."""
     monkeypatch.chdir(tmp_path)
     job = make_job("kubernetes", "train arith_cpu verifier.function=v.py:f", folder=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"are shipped, got .*v\.py"):
+        Kubernetes().check(job)
     Path("v.py").write_bytes(b"# \xe9\n")
     with pytest.raises(ConfigError, match="the recipe's files are shipped"):
         Kubernetes().check(job)

@@ -119,12 +119,6 @@ def test_a_submit_that_returns_nothing_leaves_the_name_free(capsys: pytest.Captu
     assert launch("nodes: 1", *words, kind="wrong.py:Good") == 0
 
 
-def test_a_status_of_another_type_ends_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen failing with a traceback."""
-    assert launch("nodes: 1", "train", "arith_cpu", kind="wrong.py:NoStatus") == 1
-    assert "status: expected areal_lite.launch.clusters.job.Status, got None" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["local", "wrong.py:Good"])
 def test_a_kind_without_nodes_is_one_machine(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing for kinds of one's own."""

@@ -16,8 +16,6 @@ import pytest
 from namespaces import Node, make_nodes
 from places import SUPPORT
 
-from areal_lite.errors import ConfigError
-
 # Listens on its node, accepts one connection, says so, and then says how it ended.
 LISTEN = """
 import socket, sys
@@ -45,18 +43,6 @@ def run(node: Node, command: str, **options: object) -> str:
     return done.stdout.strip()
 
 
-def test_needs_root_and_its_commands(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with (
-        pytest.raises(ConfigError, match=r"need root and the commands ip, .* got user id 1000: run as root"),
-        make_nodes(["one"]),
-    ):
-        pass
-    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "ip" else tool)
-    with pytest.raises(ConfigError, match="got no ip"), make_nodes(["one"]):
-        pass
-
-
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     with make_nodes(["one", "two"], shared=[tmp_path_factory.getbasetemp()]) as made:
@@ -78,12 +64,6 @@ def test_a_node_has_a_name_processes_and_folders_of_its_own(nodes, tmp_path):
     assert run(one, "cat run; echo too >> run", cwd=tmp_path) == "seen"
     assert (tmp_path / "run").read_text() == "seentoo\n"
     assert run(two, "echo $COLOUR", env={"COLOUR": "blue"}) == "blue"
-
-
-@pytest.mark.cluster
-def test_orphans_leave_no_zombies(nodes):
-    run(nodes[0], "(sleep 0.1 &) ; sleep 0.5")
-    assert "Z" not in run(nodes[0], "ps -eo stat")
 
 
 def listening(node: Node, *, timeout_s: float) -> "subprocess.Popen[str]":
@@ -117,27 +97,6 @@ def test_a_cut_link_or_a_loss_of_power_is_silent(nodes, how):
     reached = "import socket; socket.create_connection(('one', 7000), timeout=60).sendall(b'x')"
     run(two, f'{sys.executable} -c "{reached}"')
     assert server.stdout.readline() + server.stdout.readline() == "connected\nclosed after 1\n"
-
-
-@pytest.mark.cluster
-def test_a_link_is_slow_until_it_is_restored(nodes):
-    assert "tbf" not in run(nodes[1], "tc qdisc show dev eth0")
-    nodes[1].slow(rate_mbit=2)
-    assert "tbf" in run(nodes[1], "tc qdisc show dev eth0")
-    nodes[1].restore_link()
-    assert "tbf" not in run(nodes[1], "tc qdisc show dev eth0")
-    with pytest.raises(ConfigError, match=r"tc qdisc .*tbf rate nombit .*` must work on this kernel, got: .+"):
-        nodes[0].slow(rate_mbit="no")
-
-
-@pytest.mark.cluster
-def test_nothing_stays_behind_an_error(nodes):
-    links = os.listdir("/sys/class/net")
-    with pytest.raises(RuntimeError, match="mine"), make_nodes(["three"]) as (three,):  # noqa: PT012
-        sleeper = three.popen(["sleep", "60"])
-        assert os.listdir("/sys/class/net") == links
-        raise RuntimeError("mine")
-    assert sleeper.wait(60) != 0
 
 
 HOLD = """

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from launch_builders import make_job, make_profile
 
-from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import find_job, find_kind, job_name, load_profile, own_settings
 from areal_lite.launch.clusters.profile import Profile
@@ -41,12 +40,6 @@ def test_the_section_of_every_kind_is_checked(text: str, message: str, tmp_path:
     (tmp_path / "profile.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_profile(str(tmp_path / "profile.yaml"), kind="ssh")
-
-
-def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--new-profile KIND > .*none\.yaml"):
-        load_profile(str(tmp_path / "none.yaml"))
-    assert load_profile(None) == Profile()
 
 
 @pytest.mark.parametrize("kind", ["local", "ray", "ssh", "kubernetes"])
@@ -85,11 +78,6 @@ def test_a_job_is_named_after_its_recipe_and_folder() -> None:
     assert make_job().run_folder == Path("/shared/me/runs/run-1")
     assert make_job(words="train gsm8k_1node run.dir=/shared/out").run_folder == Path("/shared/out")
     assert make_job(words="bench modes arith_cpu").run_folder is None
-
-
-def test_what_is_recorded_is_read_again() -> None:
-    job = make_job()
-    assert parse_section(job.model_dump(), type(job)) == job
 
 
 def test_a_time_limit_without_quotes_is_read_as_it_is_written(tmp_path: Path) -> None:

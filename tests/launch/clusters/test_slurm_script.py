@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -59,32 +58,6 @@ fi
 exit "$code"
 """
 
-ONE_NODE = f"""\
-#!/bin/bash
-#SBATCH --job-name=eval
-#SBATCH --chdir=/shared/me
-#SBATCH --output=/shared/me/runs/jobs/eval/log.txt
-#SBATCH --open-mode=append
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --signal=B:USR1@300
-#SBATCH --exclusive
-#SBATCH --mem=0
-#SBATCH --requeue
-
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-asked=no started=$(date +%s)
-trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
-trap 'asked=${{asked/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
-{sys.executable} -m areal_lite.launch.clusters.attempts /shared/me/runs/jobs/eval.json &
-supervisor=$!
-# A signal ends a wait, not the supervisor.
-while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
-wait "$supervisor"; code=$?
-exit "$code"
-"""
-
 
 def script(job: Job) -> str:
     artefacts = Slurm().artefacts(job)
@@ -107,11 +80,6 @@ def test_the_script_of_four_nodes_with_gpus() -> None:
         name="gsm8k", kind="slurm", folder="/shared/my work", words=words, profile=Profile.model_validate(profile)
     )
     assert script(job) == FOUR_NODES
-
-
-def test_the_script_of_one_node() -> None:
-    """As short as it gets: a command without a run folder has nothing to go on from, and does not requeue itself."""
-    assert script(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"])) == ONE_NODE
 
 
 @pytest.mark.parametrize(

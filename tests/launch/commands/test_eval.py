@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
 
-from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.errors import EngineError, StallError
-from areal_lite.launch.commands import eval as eval_module
+from areal_lite.errors import StallError
 from areal_lite.launch.commands.eval import _run
 from areal_lite.launch.commands.main import main
 from areal_lite.launch.commands.trial import Case
@@ -76,24 +73,10 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
 def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And closed. Seen failing, by the test's own timeout, without a watchdog."""
     engine = ScriptedEngine(eos_id=99)
-    engine._running.clear()
+    asyncio.run(engine.pause("recompute"))
     with pytest.raises(StallError, match=r"for 6 completions and scores .*; late: the engine, after 0 tokens, or"):
         run(engine, tmp_path, monkeypatch, seconds="0")
-    assert engine.calls == ["close"]
-
-
-def die(*_: Any) -> None:
-    os._exit(1)
-
-
-def test_a_process_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing without the kernel's word."""
-    monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
-    monkeypatch.setattr(eval_module, "_evaluate", die)
-    with pytest.raises(
-        EngineError, match=r"of the engine ended by itself .the kernel has killed .* for lack of memory"
-    ):
-        eval_module._in_a_process_of_its_own(parse_config({}), [], "unused")
+    assert engine.calls[1:] == ["close"]
 
 
 @pytest.mark.slow
@@ -192,17 +175,3 @@ def test_two_evaluations_are_compared_row_by_row(
     (tmp_path / "b.json").write_text('{"results": [{"index": "0"}]}')
     assert main(["eval", "--compare", *files]) == 1
     assert "--compare must name files that areal-lite eval --json wrote, got" in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen failing: a recipe was asked for. An id of the hub may be there, so that it is the recipe that is missing."""
-    for model, message in (
-        (
-            "nothere",
-            "MODEL_OR_RUN must be a Hugging Face model folder, or the folder of a run that has ended, got nothere",
-        ),
-        ("no/such/folder", "got no/such/folder, which has no config.json"),
-        ("owner/name", "--recipe must name the settings to use, got none, and owner/name belongs"),
-    ):
-        assert main(["eval", model]) == 1
-        assert message in capsys.readouterr().err

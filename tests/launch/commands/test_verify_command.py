@@ -22,19 +22,7 @@ from areal_lite.launch.commands.trial import Case, load_cases, load_rows
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 
-GSM8K_LIKE = str(FIXTURES / "gsm8k_like.jsonl")
 MOODY = f"{FIXTURES / 'tried_verifiers.py'}:moody"
-
-
-COUNTS = """
-class Counts:
-    def __init__(self, first):
-        self.count = first - 1
-
-    def __call__(self, prompt, completion, answer, **row):
-        self.count += 1
-        return self.count
-"""
 
 
 def write_lines(path: Path, *rows: Any) -> Path:
@@ -80,10 +68,8 @@ def test_completions_are_joined_by_index_else_by_prompt_else_by_line(tmp_path: P
     ("row", "message"),
     [
         ({"completion": "x", "index": 3}, "one of the 3 rows of the data, got 3"),
-        ({"completion": "x", "index": -1}, "got -1"),
         ({"completion": "x", "prompt": "other"}, "got that of 0: 'other'"),
         ({"completion": 7}, "a text or a list of texts as completion, got 7"),
-        ({"completion": []}, "got \\[\\]"),
         ({"completions": "x"}, "must have a completion, it has completions; did you mean completions"),
     ],
 )
@@ -119,35 +105,6 @@ def test_figures_of_cases() -> None:
     assert [(item["index"], item["reward"]) for item in summary["results"]] == [
         (0, 1.0), (1, 0.0), (2, 0.75), (3, None), (4, None)
     ]  # fmt: skip
-
-
-def test_many_different_scores_are_put_into_bins() -> None:
-    """0, 1, ..., 20 in ten bins of width 2: two in each, and 20 with the last."""
-    histogram = summarise([tried(n, reward=float(n)) for n in range(21)], wall_s=1.0, gauges={})["reward"]["histogram"]
-    assert [count for *_, count in histogram] == [2] * 9 + [3]
-    assert histogram[0] == [0.0, 2.0, 2]
-    assert histogram[-1] == [18.0, 20.0, 3]
-
-
-def test_gold_solutions_are_scored_without_completions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "last_number", "--data", GSM8K_LIKE, "--limit", "2"]) == 0
-    output = capsys.readouterr().out
-    assert "2 scored, 0 failed" in output
-    assert "100.00%" in output
-    assert "lowest scores" not in output
-
-
-def test_answers_that_are_not_meant_are_said_to_be_the_datas_own(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A rule that wants a mark gives 0 to every bare answer. Seen failing without a word: the rule seemed broken."""
-    rule = data.with_name("marked.py")
-    rule.write_text("def verify(prompt, completion, answer):\n    return float(completion.endswith('#' + answer))\n")
-    write_lines(data.with_name("c.jsonl"), {"completion": "it is #1"})
-    said = "these are the data's own answers, and none of them scores"
-    for words, is_said in (([], True), (["--completions", "c.jsonl"], False)):
-        assert cli.main(["verify", f"{rule}:verify", "--data", "data.jsonl", *words]) == 0
-        assert (said in capsys.readouterr().out) is is_said
 
 
 @pytest.mark.slow
@@ -282,64 +239,18 @@ def test_a_verifier_alone_may_be_tried_on_texts_and_chats(data: Path) -> None:
     assert [row["reward"] for row in json.loads(data.with_name("out.json").read_text())["results"]] == [1.0, 1.0]
 
 
-def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_path: Path) -> None:
-    """Through the real pool: the others keep their rewards. Seen failing with None as a failure of the sum."""
-    rows = [{"question": "q", "answer": "a", "task": task} for task in ("math", "code", "math")]
-    data, out = write_lines(tmp_path / "d.jsonl", *rows), tmp_path / "out.json"
-    arguments = json.dumps({"function": f"{FIXTURES / 'reward_functions.py'}:only_math"})
-    assert cli.main(["verify", "trl", "--data", str(data), "--arguments", arguments, "--json", str(out)]) == 1
-    results = json.loads(out.read_text())["results"]
-    assert [(row["reward"], row["failure"]) for row in results] == [(1.0, None), (None, "not_applicable"), (1.0, None)]
-    named = {"math": {"function": "trl", "arguments": json.loads(arguments)}}
-    recipe = {
-        "data": {"source": "jsonl", "path": str(data)},
-        "verifier": {"function": {"math": 2, "exact": 1}, "named": named},
-    }
-    (tmp_path / "sum.yaml").write_text(yaml.safe_dump(recipe))
-    assert cli.main(["verify", str(tmp_path / "sum.yaml"), "--data", str(data), "--json", str(out)]) == 0
-    parts = [(row["reward"], row["parts"]) for row in json.loads(out.read_text())["results"]]
-    assert parts == [(3.0, {"math": 1.0, "exact": 1.0}), (1.0, {"exact": 1.0}), (3.0, {"math": 1.0, "exact": 1.0})]
-
-
-def test_columns_inside_columns_lists_of_answers_and_a_class(tmp_path: Path) -> None:
-    """As in a run. Seen failing with dots read as one name, with the first answer alone, and with a class called."""
-    row = {"q": {"text": "x"}, "right": {"is": ["a", "b"]}}
-    data, out = write_lines(tmp_path / "d.jsonl", row), tmp_path / "out.json"
-    said = write_lines(tmp_path / "c.jsonl", {"completion": ["a", "b", "c"]})
-    columns = [
-        "--prompt-column",
-        "q.text",
-        "--answer-column",
-        "right.is",
-        "--completions",
-        str(said),
-        "--json",
-        str(out),
-    ]
-    assert cli.main(["verify", "exact", "--data", str(data), *columns]) == 0
-    assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 1.0, 0.0]
-    (tmp_path / "counts.py").write_text(COUNTS)
-    words = ["verify", f"{tmp_path}/counts.py:Counts", "--arguments", '{"first": 5}', "--data", str(data), *columns]
-    assert cli.main(words) == 0
-    assert sorted(row["reward"] for row in json.loads(out.read_text())["results"]) == [5.0, 6.0, 7.0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("last_numbr --data data.jsonl", "did you mean last_number?"),
         ("arith_cp --data data.jsonl", "did you mean arith_cpu?"),
-        ("nothing.yaml --data data.jsonl", "there is no 'nothing.yaml'"),
         (
             "arith_cpu --data data.jsonl --arguments {}",
             "--arguments are those of one verifier, got the recipe arith_cpu",
         ),
         ("here.py:verify --data data.jsonl", "there is no file"),
-        ("last_number --data dat.jsonl", "did you mean data.jsonl?"),
         ("last_number --data data.jsonl --completions dat.jsonl", "--completions must name a JSONL file"),
-        ("last_number --data data.jsonl --prompt-column questio", "set --prompt-column; did you mean question?"),
         ("last_number --data data.jsonl --answer-column anser", "set --answer-column; did you mean answer?"),
-        ("last_number --data data.jsonl --answer-column xyz", "only answer, question: set --answer-column\n"),
         ("my_mod.verify --data data.jsonl", "did you mean my_mod:verify?"),
     ],
 )
