@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel
-from rich.console import Console
 
 from areal_lite.config.checks import check_resources
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
@@ -16,7 +15,6 @@ from areal_lite.config.reading import parse_section, recipe_folder, shipped_reci
 from areal_lite.config.recipe import PARITY_LIMITS, Config, load_config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.main import main
-from areal_lite.launch.run import train as train_module
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
 IPC = {"run": {"device": "cuda"}, "weights": {"transport": "ipc"}}
@@ -226,20 +224,6 @@ def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, A
     assert len(message.splitlines()) == 1
 
 
-def test_an_accepted_recipe_is_next_to_each_refused_one() -> None:
-    """The checks above refuse nothing else: the nearest possible values pass."""
-    for raw in (
-        {"queue": {"max_staleness": 0}},
-        {"queue": {"groups_per_step": 3, "samples_per_group": 5}, "trainer": {"minibatches": 5, "ranks": 3}},
-        {"objective": {"proximal": "reuse"}, "trainer": {"minibatches": 1}},
-        {"rollout": {"max_new_tokens": 511}, "model": {"max_context": 512}},
-        {"data": {"source": "jsonl", "path": "x.jsonl", "eval_path": "y.jsonl"}},
-        {"data": {"arith": {"min_terms": 3, "max_terms": 3}}},
-        {**GPU, "rollout": {"tensor_parallel": 2}},
-    ):
-        parse_config(raw)
-
-
 # --- overrides ---
 
 
@@ -322,17 +306,6 @@ def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None
     warning = check_resources(config, num_cores=2, num_gpus=0)
     assert "trainer.ranks=3 on 2 CPU cores" in warning
     assert "set 2 or fewer" in warning
-
-
-def test_more_engines_than_cores_are_a_warning_on_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And printed as a run starts. Seen failing with the ranks alone counted, and with the warning kept back."""
-    config = parse_config({"rollout": {"workers": 3}})
-    assert check_resources(config, num_cores=3, num_gpus=0) == ""
-    monkeypatch.setattr(train_module.ray, "cluster_resources", lambda: {"CPU": 2.0})
-    train_module._check_resources(config, Console())
-    assert "warning: rollout.workers=3 on 2 CPU cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

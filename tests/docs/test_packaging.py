@@ -145,16 +145,6 @@ def test_an_actor_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("line", ["import actors", "from launch.train import train", "import launch.cluster"])
-def test_ruff_bans_the_folders_at_the_root(line):
-    """Seen failing with the `banned-api` table removed."""
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", "areal_lite/new.py", "-"]
-    done = subprocess.run(
-        command, cwd=ROOT, input=f"{line}\n", capture_output=True, text=True, timeout=300, check=False
-    )
-    assert "TID251" in done.stdout, done.stdout + done.stderr
-
-
 # ---------------------------------------------------------------- images
 
 

@@ -1,9 +1,7 @@
 """The drill on commands that stand for ours: what it does to them, what it sees, and what it makes of their files."""
 
 import json
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,38 +207,6 @@ def test_what_cannot_be_drilled_is_refused_before_anything_starts(
     assert cli.main(["drill", *words]) == 1
     assert "ConfigError" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_run_and_keeps_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Here SIGTERM, in the second of three; the first says why it failed, and where.
-
-    Seen failing with rows noted at the end, and without a handler.
-    """
-    commands = []
-
-    class FakeRun(DrilledRun):
-        def inject_fault(self, name: str) -> None:
-            commands.append(self.command)
-            if name == "trainer":
-                os.kill(os.getpid(), signal.SIGTERM)
-            super().inject_fault(name)
-
-        def finish(self, steps: int, *, groups_per_step: int) -> None:
-            super().finish(STEPS + 1, groups_per_step=GROUPS)
-
-    run_of(tmp_path, monkeypatch)
-    monkeypatch.setattr(module, "DrilledRun", FakeRun)
-    names = ["queue", "trainer", "verifier"]
-    overrides = [f"run.steps={STEPS}"]
-    out = tmp_path / "out"
-    assert module.drill("arith_cpu", overrides, names=names, out=out, minutes=None, seed=0) == 130
-    rows = json.loads((out / "results.json").read_text())["rows"]
-    assert [(row["fault"], len(row["problems"])) for row in rows] == [("queue", 2), ("trainer", 1)]
-    assert f"its run folder is {out / 'queue'}" in capsys.readouterr().out
-    assert not commands[-1].is_running()
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_ray import FakeRay, Reference
-from ledger_builders import FakeClock
+from fake_ray import Reference, fake_time
 
-from areal_lite.actors import calls as calls_module
 from areal_lite.launch.run.evaluation import Evaluations, in_words
 from areal_lite.verify.protocol import Reply
 
@@ -48,9 +46,7 @@ class Evaluated:
     """Evaluations of held-out problems with given replies, by one engine and one verifier, unless they are dead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, replies: dict[str, Reply]) -> None:
-        clock = FakeClock()
-        monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
-        monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=clock))
+        fake_time(monkeypatch)
         self.replies, self.lines, self.parts = replies, list[str](), list[list[Any]]()
         self.num_done = 99
         """Parts that the engine completes."""

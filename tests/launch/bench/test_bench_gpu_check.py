@@ -4,22 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 from places import ROOT
-from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
 
 from areal_lite.config.recipe import Config
 from areal_lite.launch.bench.gpu_engine import compared, figures_of, problems_of
 from areal_lite.launch.bench.gpu_part import Job, command_of, read_figures, table
 from areal_lite.launch.bench.gpu_trainer import idle_share
-from areal_lite.launch.bench.gpu_trainer import varlen as attention
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -125,15 +120,6 @@ def test_a_run_is_not_compared_with_one_that_has_not_ended(tmp_path: Path) -> No
     ]
 
 
-def test_figures_of_a_run_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None:
-    """Two seconds lie between the rows, and the second trained 100 tokens in 0.5 s."""
-    figures = figures_of(write_run(tmp_path / "run"))
-    expected = {"step_s": 2.0, "trained_per_s": 200.0, "publish_s": 0.25, "parity_max": 1e-6, "reward_first": 0.5}
-    assert {name: figures[name] for name in expected} == expected
-    far = figures_of(write_run(tmp_path / "far", parity_p99_abs_logprob_diff=0.02101))
-    assert problems_of(far, Config()) == ["engine and rank must agree within 0.021 nats (p99), got 0.02101"]
-
-
 def test_the_table_names_functions_that_exist_and_runs_that_come_before() -> None:
     """Seen failing with a part moved in front of the one that it is `like`."""
     import pkgutil
@@ -195,30 +181,6 @@ def test_all_ways_to_read_logprobs_say_the_same(tmp_path: Path) -> None:
     assert figures.keys() == {"whole", "pieces", "large_pieces", "fused"}
     assert max(found["difference"] for found in figures.values()) < 0.02
     assert min(found["seconds"] for found in figures.values()) > 0
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_packed_attention_is_compared_with_padded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_causal: bool
-) -> None:
-    """With a stand-in for the kernel, which a CPU has not: one that looks ahead is found."""
-
-    def kernel(query: Any, key: Any, value: Any, ends: Any, *_: Any, enable_gqa: bool, window_size: Any) -> Any:
-        assert (enable_gqa, window_size) == (True, (-1, 0))
-        rows = []
-        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            parts = [one[start:end].transpose(0, 1)[None] for one in (query, key, value)]
-            found = scaled_dot_product_attention(*parts, is_causal=is_causal, enable_gqa=True)
-            rows.append(found[0].transpose(0, 1))
-        return torch.cat(rows)
-
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    job = Job(name="varlen", call="", device="cpu", out=str(tmp_path))
-    attention(job)
-    figures = read_figures(job.folder)
-    eighths = [8, 6, 4, 3, 2, 2, 1, 1]
-    assert (figures["tokens"], figures["padded_tokens"]) == (list(accumulate(eighths))[-1] * 4, 8 * 32)
-    assert bool(figures.get("problems")) is not is_causal
 
 
 def test_idle_is_what_no_interval_covers() -> None:

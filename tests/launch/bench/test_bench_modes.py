@@ -30,14 +30,6 @@ def settings_of(runs: list[PlannedRun]) -> list[str]:
     return ["{mode} {threads}".format(**run.facts) for run in runs]
 
 
-def test_on_two_cores_the_synchronous_side_has_three_settings_and_the_others_two() -> None:
-    tried = {mode: list(map(str, thread_settings(MODES[mode], cores=2))) for mode in MODES}
-    assert tried.pop("sync-colocated") == ["2+2", "1+2"]
-    assert tried.pop("sync-split") == ["1+1"]
-    assert set(map(tuple, tried.values())) == {("1+1", "1+2")}
-    assert {str(one) for mode in MODES for one in thread_settings(MODES[mode], cores=1)} == {"1+1"}
-
-
 def test_modes_change_the_recipe_and_nothing_else() -> None:
     """The same model, data, batch, objective, steps and seeds; the command line reaches all runs.
 
@@ -67,15 +59,6 @@ def test_every_second_round_goes_backwards() -> None:
     assert [{run.config.run.seed for run in one} for one in [search, *rounds]] == [{0}, {1}, {2}]
     steps = {run.config.run.steps for run in search}, {run.config.run.steps for run in measured}
     assert steps == ({7}, {30}), "arith_cpu's 200 steps are for learning"
-
-
-def test_mistakes_are_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "modes", "arith_cpu", "--only", "async-eta2"]) == 1
-    assert "no mode matches 'async-eta2'" in capsys.readouterr().err
-    assert main(["bench", "modes", "arith_cpu", "trainer.lr=-1"]) == 1
-    assert "trainer.lr" in capsys.readouterr().err
-    assert main(["bench", "modes", "arith_cpu", "run.device=cuda", "weights.transport=nccl"]) == 1
-    assert "bench modes needs run.device=cpu, got cuda" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what they say

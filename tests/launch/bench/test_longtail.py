@@ -7,7 +7,6 @@ import pytest
 from episode_builders import load, make_prompt, play, run
 from scripted_engine import ScriptedEngine
 
-from areal_lite.errors import PluginError
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
@@ -56,8 +55,3 @@ def test_an_evaluation_is_a_plain_one() -> None:
     assert sample is not None
     assert sample.stop_reason is StopReason.STOP
     assert sample.token_ids[-1] == EOS
-
-
-def test_impossible_distributions_are_refused_at_the_start() -> None:
-    with pytest.raises(PluginError, match="median must be at least 1 and sigma at least 0, got 20 and -1"):
-        workflows(sigma=-1)

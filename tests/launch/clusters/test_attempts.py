@@ -294,20 +294,6 @@ def test_only_processes_of_the_job_are_ended(tmp_path: Path) -> None:
         stranger.wait()
 
 
-def test_what_a_killed_supervisor_left_is_ended_from_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "_GRACE_S", 1)
-    job = job_of(tmp_path, "true", monkeypatch)
-    (logs := job.files / "attempt-1").mkdir()
-    left = Remote(job, LOCAL, script(job, command=["sleep", "60"]), log=logs / "here-driver.log")
-    while left.pid is None:
-        assert left.code is None
-        time.sleep(0.02)
-    assert end_leftovers(job) == []
-    assert left._process.wait(timeout=60) != 0
-
-
 def test_the_token_is_in_no_list_of_processes(tmp_path: Path) -> None:
     job = make_job(folder=str(tmp_path), profile=Profile())
     text = script(job, command=["sleep", "60"], env={"RAY_AUTH_TOKEN": "secret-7"})

@@ -1,13 +1,10 @@
 """What the commands do around a job: a cluster that does not answer for a while, and a submit that is refused."""
 
-from pathlib import Path
-
 import pytest
 from launch_builders import make_job
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.supervised import Local
 from areal_lite.launch.commands import launch
 
@@ -35,15 +32,3 @@ def test_a_cluster_that_does_not_answer_for_a_while(
     monkeypatch.setattr(launch, "_SILENCE_S", 0.05)
     with pytest.raises(ConfigError, match="kubectl must answer"):
         follow(1000, monkeypatch)
-
-
-def test_a_submit_that_is_refused_leaves_the_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Local, job: Job) -> str:
-        raise ConfigError("refused")
-
-    monkeypatch.setattr(Local, "submit", refuse)
-    job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=Profile())
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"^refused"):
-            launch.run_job(job)
-    assert not job.record.exists()

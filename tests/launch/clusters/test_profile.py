@@ -7,7 +7,7 @@ import pytest
 from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import find_job, find_kind, job_name, load_profile, own_settings
+from areal_lite.launch.clusters.job import find_job, find_kind, load_profile, own_settings
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.commands import main as cli
 
@@ -70,14 +70,6 @@ def test_an_unknown_kind_or_job_is_told_the_nearest(tmp_path: Path, monkeypatch:
         find_job("run-2")
     dotted = make_job(folder=str(tmp_path), name="run-0.5").save().without_values()
     assert find_job("run-0.5") == find_job("runs/jobs/run-0.5.json") == dotted
-
-
-def test_a_job_is_named_after_its_recipe_and_folder() -> None:
-    assert job_name(["train", "recipes/My_Task.yaml", "run.steps=3"]).startswith("my-task-2")
-    assert job_name(["train", "qwen_0.5b"]).startswith("qwen-0-5b-2")
-    assert make_job().run_folder == Path("/shared/me/runs/run-1")
-    assert make_job(words="train gsm8k_1node run.dir=/shared/out").run_folder == Path("/shared/out")
-    assert make_job(words="bench modes arith_cpu").run_folder is None
 
 
 def test_a_time_limit_without_quotes_is_read_as_it_is_written(tmp_path: Path) -> None:

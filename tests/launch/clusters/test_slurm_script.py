@@ -10,7 +10,7 @@ import pytest
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters import remote, slurm
 from areal_lite.launch.clusters.attempts import attempt_scripts
-from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.launch.clusters.slurm import Slurm
@@ -159,12 +159,6 @@ def test_a_status_of_slurm(shown: str, words: str, code: int | None, monkeypatch
     status = Slurm().status(EVAL)
     assert status.words.endswith(words)
     assert status.code == code
-
-
-def test_the_record_answers_for_a_job_that_slurm_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten = "slurm_load_jobs error: Invalid job id specified"
-    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 1, "", forgotten))
-    assert Slurm().status(EVAL) == Status("Slurm no longer knows job 7; its record: waiting for its nodes", code=1)
 
 
 def test_options_of_steps_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,8 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import DataError
 from areal_lite.launch.commands import main as cli
-from areal_lite.launch.commands.scores import summarise
-from areal_lite.launch.commands.trial import Case, load_cases, load_rows
+from areal_lite.launch.commands.trial import load_cases, load_rows
 from areal_lite.types import Prompt
-from areal_lite.verify.protocol import Reply
 
 MOODY = f"{FIXTURES / 'tried_verifiers.py'}:moody"
 
@@ -44,11 +42,6 @@ def prompts(*texts: str) -> list[tuple[str, Prompt]]:
         (text, Prompt(prompt_id=f"verify/0/{n}", text=f"Q: {text}", token_ids=(), answer=f"a{n}"))
         for n, text in enumerate(texts)
     ]
-
-
-def tried(index: int, **reply: Any) -> Case:
-    ((_, prompt),) = prompts(f"q{index}")
-    return Case(index=index, prompt=prompt, completion=f"c{index}", reply=Reply(**reply))
 
 
 def joined(tmp_path: Path, *rows: Any) -> list[tuple[int, str]]:
@@ -76,35 +69,6 @@ def test_completions_are_joined_by_index_else_by_prompt_else_by_line(tmp_path: P
 def test_a_completion_that_belongs_nowhere_is_named_by_line(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         joined(tmp_path, row)
-
-
-def test_figures_of_cases() -> None:
-    """Rewards 1, 0, 0.5 + 0.25 of a step, and a failure: mean 1.75 / 3. Part p is there twice: (1 + 0.5) / 2.
-
-    Seen failing with step rewards left out, and with means over all samples instead of those that have a part.
-    """
-    cases = [
-        tried(2, reward=0.5, parts={"p": 0.5}, step_rewards=[(1, 0.25)]),
-        tried(1, reward=0.0),
-        tried(0, reward=1.0, parts={"p": 1.0}),
-        tried(3, reward=None, failure="nan", detail="trace"),
-        tried(4, reward=None, failure="nan", detail="another"),
-        Case(index=5, prompt=prompts("q")[0], completion="not tried"),
-    ]
-    summary = summarise(cases, wall_s=2.0, gauges={})
-    assert summary["reward"] == {
-        "mean": 1.75 / 3, "min": 0.0, "max": 1.0, "ones": 1 / 3, "zeros": 1 / 3,
-        "histogram": [[0.0, 0.0, 1], [0.75, 0.75, 1], [1.0, 1.0, 1]],
-    }  # fmt: skip
-    assert (summary["cases"], summary["tried"], summary["scored"], summary["calls_per_s"]) == (6, 5, 3, 2.5)
-    assert summary["parts"] == {"p": 0.75}
-    assert [(reason, item["count"], item["trace"]) for reason, item in summary["failures"].items()] == [
-        ("nan", 2, "trace")
-    ]
-    assert [(item["index"], item["reward"]) for item in summary["lowest"]] == [(1, 0.0), (2, 0.75)]
-    assert [(item["index"], item["reward"]) for item in summary["results"]] == [
-        (0, 1.0), (1, 0.0), (2, 0.75), (3, None), (4, None)
-    ]  # fmt: skip
 
 
 @pytest.mark.slow
