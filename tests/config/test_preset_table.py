@@ -90,10 +90,8 @@ COMBINATIONS = [
         ["objective.behaviour_filter=m2po", "objective.proximal=behaviour", "behaviour_filter=none"],
     ),
     ({"kl_coef": 0.1}, ["objective.kl_coef=0.1 is not read without objective.kl"]),
-    ({"kl_target": 0.1}, ["objective.kl_target=0.1 is not read without objective.kl"]),
     ({"reference_path": "x"}, ["objective.reference_path=x is not read without objective.kl"]),
     ({"preset": "raft", "kl": "reward", "kl_coef": 1.0}, ["objective.kl=reward", "surrogate=likelihood"]),
-    ({"preset": "raft", "baseline": "critic"}, ["objective.baseline=critic", "surrogate=likelihood"]),
     ({"preset": "raft", "overlong_buffer": 0.1}, ["objective.overlong_buffer", "surrogate=likelihood"]),
     ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
 ]

@@ -15,8 +15,6 @@ from areal_lite.errors import PluginError
 from areal_lite.launch.commands.main import main
 from areal_lite.verify.builtin.text import exact
 
-LOCK = threading.Lock()
-
 
 def brief(prompt: str, completion: str, answer: str, **row: Any) -> float:
     return 1.0 / len(completion)

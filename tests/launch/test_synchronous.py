@@ -5,7 +5,6 @@ verification, the taking of batches, the dealing of rows, and the hand-over of w
 """
 
 import asyncio
-import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -114,15 +113,7 @@ async def generate_all(engine: Any, requests: Sequence[tuple[Prompt, Sampling]])
 
 
 def make_server(config: Config) -> QueueServer:
-    settings = LedgerSettings(
-        max_staleness=config.queue.max_staleness,
-        on_stale=config.queue.on_stale,
-        groups_per_step=config.queue.groups_per_step,
-        samples_per_group=config.queue.samples_per_group,
-        total_steps=config.run.steps,
-        lease_timeout_s=config.queue.lease_timeout_s,
-    )
-    ledger = Ledger(settings, clock=time.monotonic)
+    ledger = Ledger(LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump()))
     return QueueServer(
         ledger, make_cursor(config), num_minibatches=config.trainer.minibatches, num_ranks=1, seed=config.run.seed
     )

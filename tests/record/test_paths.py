@@ -14,10 +14,85 @@ from areal_lite.errors import ConfigError
 from areal_lite.record.checkpoints import seal
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 
+LONG = "x " * 300 + "solution.py:solve"
+USER = "~no-such-user/x"
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "tiny"}
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "verifiers, wherever a recipe names them": (
+        {"verifier": {
+            "function": {"mine.py:verify": 1.0, "math": 0.5, "own": 2.0},
+            "eval_function": "lib/held.py:verify",
+            "named": {
+                "own": {"function": "other.py:verify"},
+                "style": {"function": "trl", "arguments": {"function": "style.py:brief", "weight": 2}},
+            },
+        }},
+        {"verifier": {
+            "function": {"{here}/mine.py:verify": 1.0, "math": 0.5, "own": 2.0},
+            "eval_function": "{here}/lib/held.py:verify",
+            "named": {
+                "own": {"function": "{here}/other.py:verify"},
+                "style": {"function": "trl", "arguments": {"function": "{here}/style.py:brief", "weight": 2}},
+            },
+        }},
+    ),
+    "texts that only mention a function": (
+        {"rollout": {"workflow_command": "python a.py --v check.py:score"},
+         "data": {"source": "jsonl", "path": "~no-such-user/rows.jsonl", "system": "Fix main.py:foo"}},
+        {"rollout": {"workflow_command": "python a.py --v check.py:score"},
+         "data": {"path": "{here}/~no-such-user/rows.jsonl", "system": "Fix main.py:foo"}},
+    ),
+    "long texts and variables": (
+        {"run": {"env": {"FLASK_APP": "app.py:create"}}, "data": {"system": LONG},
+         "verifier": {"function": "mine.py:verify", "arguments": {"model": {"path": LONG}}}},
+        {"run": {"env": {"FLASK_APP": "app.py:create"}}, "data": {"system": LONG},
+         "verifier": {"arguments": {"model": {"path": LONG}}}},
+    ),
+    "a user that is not there": (
+        {"verifier": {"function": "mine.py:verify", "arguments": {"model": USER}}},
+        {"verifier": {"arguments": {"model": USER}}},
+    ),
+    "the model of a judge is a name": (
+        {"verifier": {"function": "judge", "arguments": JUDGE}}, {"verifier": {"arguments": JUDGE}},
+    ),
+    "that of a user's verifier is a folder if there is one": (
+        {"verifier": {"function": "v.py:f", "arguments": {"model": "tiny"}}},
+        {"verifier": {"arguments": {"model": "{here}/tiny"}}},
+    ),
+    "sources; a hub id is one unless there is such a folder": (
+        {"data": {"mix": {
+            "file": {"source": "jsonl", "path": "a.jsonl", "eval_path": "b.jsonl"},
+            "hub": {"source": "dataset", "path": "owner/name"},
+            "folder": {"source": "dataset", "path": "owner/local"},
+        }}},
+        {"data": {"mix": {
+            "file": {"path": "{here}/a.jsonl", "eval_path": "{here}/b.jsonl"},
+            "hub": {"path": "owner/name", "eval_path": None},
+            "folder": {"path": "{here}/owner/local"},
+        }}},
+    ),
+    "workflows and the functions they are given": (
+        {"rollout": {
+            "workflow": "multi_turn",
+            "workflow_arguments": {"step": "game.py:step", "max_turns": 3, "words": "say: no.py"},
+            "workflows": {"own": {"function": "own.py:episode",
+                                  "arguments": {"functions": ["tools.py:add", "pkg.mod:sub"]}}},
+        }},
+        {"rollout": {
+            "workflow": "multi_turn",
+            "workflow_arguments": {"step": "{here}/game.py:step", "max_turns": 3, "words": "say: no.py"},
+            "workflows": {"own": {"function": "{here}/own.py:episode",
+                                  "arguments": {"functions": ["{here}/tools.py:add", "pkg.mod:sub"]}}},
+        }},
+    ),
+}  # fmt: skip
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    for folder in ("tiny", "owner/local"):
+        (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
 
@@ -25,112 +100,29 @@ def resolved(raw: dict[str, Any]) -> Config:
     return with_absolute_paths(parse_config(raw), EVALUATED)
 
 
-def test_verifiers_are_found_wherever_a_recipe_names_them(here: Path) -> None:
-    """Seen failing with `named` left out, and with the names of a sum left out."""
-    config = resolved(
-        {
-            "verifier": {
-                "function": {"mine.py:verify": 1.0, "math": 0.5, "own": 2.0},
-                "eval_function": "lib/held.py:verify",
-                "named": {
-                    "own": {"function": "other.py:verify"},
-                    "style": {"function": "trl", "arguments": {"function": "style.py:brief", "weight": 2}},
-                },
-            }
-        }
-    ).verifier
-    assert config.function == {f"{here}/mine.py:verify": 1.0, "math": 0.5, "own": 2.0}
-    assert config.eval_function == f"{here}/lib/held.py:verify"
-    assert config.named["own"].function == f"{here}/other.py:verify"
-    assert config.named["style"].function == "trl"
-    assert config.named["style"].arguments == {"function": f"{here}/style.py:brief", "weight": 2}
+def part(settings: Any, of: Any) -> Any:
+    """Return the settings that another mapping names as well."""
+    return {key: part(settings[key], value) for key, value in of.items()} if isinstance(of, dict) else settings
 
 
-def test_texts_that_only_mention_a_function_stay(here: Path) -> None:
-    """Seen failing with every text that ends like one taken for a function."""
-    command, system = "python a.py --v check.py:score", "Fix main.py:foo"
-    config = parse_config(
-        {
-            "rollout": {"workflow_command": command},
-            "data": {"source": "jsonl", "path": "~no-such-user/rows.jsonl", "system": system},
-        }
-    )
-    found = with_absolute_paths(config)
-    assert (found.rollout.workflow_command, found.data.system) == (command, system)
-    assert found.data.path == str(here / "~no-such-user" / "rows.jsonl")
-
-
-def test_long_texts_and_variables_are_no_files(here: Path) -> None:
-    """Seen failing: `File name too long`, and a variable of the run turned into a path."""
-    long = "x " * 300 + "solution.py:solve"
-    config = resolved(
-        {
-            "run": {"env": {"FLASK_APP": "app.py:create"}},
-            "data": {"system": long},
-            "verifier": {"function": "mine.py:verify", "arguments": {"model": {"path": long}}},
-        }
-    )
-    assert config.run.env == {"FLASK_APP": "app.py:create"}
-    assert config.data.system == long
-    assert config.verifier.arguments == {"model": {"path": long}}
-    with_user = resolved({"verifier": {"function": "mine.py:verify", "arguments": {"model": "~no-such-user/x"}}})
-    assert with_user.verifier.arguments == {"model": "~no-such-user/x"}
+@pytest.mark.parametrize("case", PATHS)
+def test_files_that_a_recipe_names_become_absolute_and_nothing_else(here: Path, case: str) -> None:
+    """Seen failing with each place left out, with every text that ends like a function taken for one, with the judge
+    treated like a user's verifier, and with `File name too long`.
+    """
+    given, expected = PATHS[case]
+    expected = json.loads(json.dumps(expected).replace("{here}", str(here)))
+    assert part(resolved(given).model_dump(), expected) == expected
 
 
 def test_a_learned_reward_among_several_is_found(here: Path) -> None:
     """By its name; a missing one is named by its place in the recipe. Seen failing with `named` left out."""
-    (here / "rm").mkdir()
     raw = {"verifier": {"function": {"rm": 1.0}, "named": {"rm": {"function": "reward_model"}}}}
-    raw["verifier"]["named"]["rm"]["arguments"] = {"model": "rm"}
+    raw["verifier"]["named"]["rm"]["arguments"] = {"model": "tiny"}
     with pytest.raises(ConfigError, match=r"verifier\.named\.rm\.arguments\.model must be a Hugging Face model folder"):
         resolved(raw)
-    (here / "rm" / "config.json").write_text("{}")
-    assert resolved(raw).verifier.named["rm"].arguments == {"model": f"{here}/rm"}
-
-
-def test_the_model_of_a_judge_is_a_name_even_where_a_folder_is_called_so(here: Path) -> None:
-    """Seen failing with the judge treated like a user's verifier."""
-    (here / "tiny").mkdir()
-    arguments = {"base_url": "http://127.0.0.1:1/v1", "model": "tiny"}
-    assert resolved({"verifier": {"function": "judge", "arguments": arguments}}).verifier.arguments == arguments
-    assert resolved({"verifier": {"function": "v.py:f", "arguments": {"model": "tiny"}}}).verifier.arguments == {
-        "model": f"{here}/tiny"
-    }
-
-
-def test_data_of_every_source_is_found_and_hub_ids_stay(here: Path) -> None:
-    """A hub id is one unless there is such a folder. Seen failing with `mix` left out, and with ids made paths."""
-    (here / "owner" / "local").mkdir(parents=True)
-    mix = {
-        "file": {"source": "jsonl", "path": "a.jsonl", "eval_path": "b.jsonl"},
-        "hub": {"source": "dataset", "path": "owner/name"},
-        "folder": {"source": "dataset", "path": "owner/local"},
-    }
-    config = resolved({"data": {"mix": mix}}).data
-    paths = {name: (source.path, source.eval_path) for name, source in config.mix.items()}
-    assert paths["file"] == (f"{here}/a.jsonl", f"{here}/b.jsonl")
-    assert paths["hub"] == ("owner/name", None)
-    assert paths["folder"] == (f"{here}/owner/local", None)
-
-
-def test_workflows_and_the_functions_they_are_given_are_found(here: Path) -> None:
-    """Seen failing with `workflow_arguments`, and with `workflows`, left out."""
-    config = resolved(
-        {
-            "rollout": {
-                "workflow": "multi_turn",
-                "workflow_arguments": {"step": "game.py:step", "max_turns": 3, "words": "say: no.py"},
-                "workflows": {
-                    "own": {"function": "own.py:episode", "arguments": {"functions": ["tools.py:add", "pkg.mod:sub"]}}
-                },
-            }
-        }
-    ).rollout
-    assert config.workflow == "multi_turn"
-    assert config.workflow_arguments == {"step": f"{here}/game.py:step", "max_turns": 3, "words": "say: no.py"}
-    assert config.workflows["own"].function == f"{here}/own.py:episode"
-    assert config.workflows["own"].arguments == {"functions": [f"{here}/tools.py:add", "pkg.mod:sub"]}
-    assert resolved({"rollout": {"workflow": "own.py:episode"}}).rollout.workflow == f"{here}/own.py:episode"
+    (here / "tiny" / "config.json").write_text("{}")
+    assert resolved(raw).verifier.named["rm"].arguments == {"model": f"{here}/tiny"}
 
 
 # --- models ---
@@ -149,15 +141,10 @@ def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
     return folder
 
 
-def make_model(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 def test_a_model_folder_and_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative ones too. Seen failing with a run's own config.json taken for a model's."""
-    make_model(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     run = make_run(tmp_path / "run", steps=[5, 10], with_model=[10])
     monkeypatch.chdir(tmp_path)
     assert find_model_folder("model", option="model.path") == tmp_path / "model"
@@ -195,10 +182,6 @@ def test_a_model_of_a_run_that_is_not_the_saved_one_is_refused(tmp_path: Path) -
         find_model_folder(run, option="model.path")
 
 
-def recipe(**sections: Any) -> Config:
-    return parse_config(sections)
-
-
 def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run starts from, and is held near, the same model, whatever became of the earlier run.
 
@@ -216,7 +199,7 @@ def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monke
 
 def test_an_evaluation_needs_no_model_that_only_training_reads() -> None:
     """Seen failing with every path of the recipe resolved."""
-    config = recipe(model={"path": "gone"}, objective={"preset": "ppo", "reference_path": "gone"})
+    config = parse_config({"model": {"path": "gone"}, "objective": {"preset": "ppo", "reference_path": "gone"}})
     with pytest.raises(ConfigError, match=r"model\.path must be"):
         with_absolute_paths(config)
     assert with_absolute_paths(config, EVALUATED).objective == config.objective

@@ -129,8 +129,6 @@ def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "results",
     [
-        {"benchmark": "rollout", "rows": [{"side": "a", "over": 1}]},
-        {"benchmark": "gpu-check", "rows": [{"outcome": ["passed"]}]},
         {"benchmark": "gpu-check", "rows": [{"outcome": "passed", "seconds": "much"}]},
         {"benchmark": "own", "columns": ["side"], "rows": [{"side": "a"}]},
     ],

@@ -191,9 +191,7 @@ def test_settings_changed_after_a_checkpoint_are_known_when_a_resume_goes_back_b
     ("run", "sections", "difference"),
     [
         ({}, {"trainer": {"lr": 3e-4}}, "trainer.lr was 0.0001, is 0.0003"),
-        ({}, {"queue": {"max_staleness": 1}}, "queue.max_staleness was 4, is 1"),
         ({}, {"model": {"path": "/models/other"}}, "model.path was 'builtin:arith', is '/models/other'"),
-        ({}, {"data": {"arith": {"seed": 5}}}, "data.arith.seed was 0, is 5"),
         ({"seed": 1}, {}, "run.seed was 0, is 1"),
         ({}, {"verifier": {"arguments": {"model": "x"}}}, "verifier.arguments.model was None, is 'x'"),
     ],

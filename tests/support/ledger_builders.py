@@ -33,17 +33,22 @@ def make_settings(**changes: Any) -> LedgerSettings:
     return LedgerSettings(**defaults | changes)
 
 
-def make_sample(*, versions: Sequence[int] = (0, 0, 0)) -> Sample:
-    """One token per entry of `versions`."""
+def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Join tokens of one version that stand together."""
     spans, start = [], 0
     for version, tokens in groupby(versions):
         end = start + len(list(tokens))
         spans.append(VersionSpan(version=version, start=start, end=end))
         start = end
+    return tuple(spans)
+
+
+def make_sample(*, versions: Sequence[int] = (0, 0, 0)) -> Sample:
+    """One token per entry of `versions`."""
     return Sample(
         token_ids=np.arange(len(versions), dtype=np.int32),
         logprobs=np.zeros(len(versions), dtype=np.float32),
-        spans=tuple(spans),
+        spans=version_spans(versions),
         stop_reason=StopReason.STOP,
     )
 

@@ -1,16 +1,16 @@
 """A deterministic stand-in for a generation engine."""
 
 import asyncio
-import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from ledger_builders import version_spans
 
 from areal_lite.data.encode import decoder
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.types import Sample, StopReason, VersionSpan
+from areal_lite.types import Sample, StopReason
 
 
 class ScriptedEngine:
@@ -43,7 +43,7 @@ class ScriptedEngine:
         return Sample(
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=np.full(len(tokens), -np.log(self._vocab_size - 1), dtype=np.float32),
-            spans=_spans(versions),
+            spans=version_spans(versions),
             stop_reason=StopReason.STOP
             if tokens[-1] == self._eos_id and not sampling.ignore_end
             else StopReason.LENGTH,
@@ -82,8 +82,3 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Note the call."""
         self.calls.append("close")
-
-
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    edges = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]] + [len(versions)]
-    return tuple(VersionSpan(version=versions[start], start=start, end=end) for start, end in itertools.pairwise(edges))

@@ -2,29 +2,23 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
+from ledger_builders import version_spans
+from scripted_engine import ScriptedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lite.data.encode import decoder
-from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.types import Float32, Sample, StopReason, VersionSpan
+from areal_lite.rollout.engine import Sampling
+from areal_lite.types import Float32, Sample, StopReason
 
 
-class TorchEngine:
+class TorchEngine(ScriptedEngine):
     """What a rollout worker needs, without batching or cache: a sample depends on prompt, seed and weights alone."""
 
     def __init__(self, model_folder: str) -> None:
-        self.tokens_generated = self.context_tokens = self.cached_tokens = 0
-        self._version = 0
-        self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        self.text_of = decoder(self.tokenizer, model_folder, skip_special_tokens=False)
+        super().__init__(tokenizer=AutoTokenizer.from_pretrained(model_folder))
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-        self._running = asyncio.Event()
-        self._running.set()
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take published weights: the only way by which weights get here."""
@@ -39,17 +33,16 @@ class TorchEngine:
         versions: list[int] = []
         while len(tokens) < sampling.max_new_tokens and tokens[-1:] != [self.tokenizer.eos_token_id]:
             await asyncio.sleep(0)
-            while not self._running.is_set():
-                await self._running.wait()
+            await self._running.wait()
             logprobs_V = self._logprobs_TV([*prompt_ids, *tokens], temperature=sampling.temperature)[-1]
             tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
             logprobs.append(float(logprobs_V[tokens[-1]]))
-            versions.append(self._version)
+            versions.append(self.version)
             self.tokens_generated += 1
         return Sample(
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
-            spans=_spans(versions),
+            spans=version_spans(versions),
             stop_reason=StopReason.STOP if tokens[-1] == self.tokenizer.eos_token_id else StopReason.LENGTH,
             text=self.text_of(tokens),
         )
@@ -59,31 +52,7 @@ class TorchEngine:
         logprobs_TV = self._logprobs_TV([*prompt_ids, *output_ids], temperature=1.0)[len(prompt_ids) - 1 : -1]
         return logprobs_TV.gather(1, torch.tensor(output_ids)[:, None])[:, 0].numpy()
 
-    async def pause(self, interrupt: Interrupt) -> None:
-        """Hold every sample before its next token; without a cache there is nothing to keep."""
-        self._running.clear()
-
-    async def resume(self) -> None:
-        self._running.set()
-
-    async def stamp(self, version: int) -> None:
-        self._version = version
-
-    async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:
-        raise AssertionError("weights come by load()")
-
-    async def close(self) -> None:
-        pass
-
     @torch.no_grad()
     def _logprobs_TV(self, tokens: Sequence[int], *, temperature: float) -> torch.Tensor:
         logits_TV = self._model(torch.tensor([tokens])).logits[0]
         return (logits_TV / temperature).log_softmax(-1)
-
-
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for version, run in groupby(versions):
-        start = spans[-1].end if spans else 0
-        spans.append(VersionSpan(version=version, start=start, end=start + len(list(run))))
-    return tuple(spans)

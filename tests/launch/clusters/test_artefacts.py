@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -74,24 +73,13 @@ def test_a_head_that_has_to_go_waits_until_the_run_is_saved(tmp_path: Path) -> N
         reaper.join()
 
 
-@pytest.mark.parametrize(
-    ("breakage", "at"),
-    [
-        ({"entrypont": "x"}, r"at \$\.spec: .*entrypont"),
-        ({"backoffLimit": "none"}, r"at \$\.spec\.backoffLimit"),
-        (
-            {"rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"containers": [{}]}}}}},
-            r"containers\[0\]: 'name'",
-        ),
-    ],
-)
-def test_the_schema_refuses(breakage: Mapping[str, object], at: str) -> None:
+def test_the_schema_refuses_an_unknown_key() -> None:
     """Seen failing with a schema that lets unknown keys pass."""
     _, rayjob = manifest(make_job("kubernetes", WORDS))
     assert schema_problems(rayjob) == []
-    found = schema_problems({**rayjob, "spec": {**rayjob["spec"], **breakage}})
-    with pytest.raises(ValueError, match=at):
-        raise ValueError(*found[:1])
+    (problem,) = schema_problems({**rayjob, "spec": {**rayjob["spec"], "entrypont": "x"}})
+    assert "at $.spec: " in problem
+    assert "entrypont" in problem
 
 
 @pytest.mark.parametrize(
@@ -174,41 +162,28 @@ def find_job_in(folder: Path) -> Job:
     return Job.model_validate_json((folder / "runs/jobs/run-1.json").read_text())
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_a_patch_of_the_manifest(nodes: int) -> None:
-    """Node selectors, tolerations, secrets, another kind of GPU; the schema still has the last word."""
+def test_a_patch_of_the_manifest() -> None:
+    """Node selectors, another kind of GPU, a label; a null takes away; the schema still has the last word."""
+    limits = {"nvidia.com/gpu": None, "rdma/ib": "8"}
+    mounts = [{"name": "home", "mountPath": "/models", "subPath": "models"}]
     pod = {
         "nodeSelector": {"pool": "h200"},
-        "tolerations": [{"key": "gpu", "operator": "Exists"}],
-        "containers": [
-            {
-                "name": "ray",
-                "envFrom": [{"secretRef": {"name": "judge-key"}}],
-                "resources": {"limits": {"nvidia.com/gpu": None, "rdma/ib": "8"}},
-                "volumeMounts": [{"name": "home", "mountPath": "/models", "subPath": "models"}],
-            }
-        ],
+        "containers": [{"name": "ray", "resources": {"limits": limits}, "volumeMounts": mounts}],
     }
-    groups = [{"groupName": "workers", "template": {"spec": pod}}] if nodes > 1 else None
-    cluster = {"headGroupSpec": {"template": {"spec": pod}}, "workerGroupSpecs": groups}
+    cluster = {"headGroupSpec": {"template": {"spec": pod}}}
     patch = {"metadata": {"labels": {"team": "rl"}}, "spec": {"backoffLimit": None, "rayClusterSpec": cluster}}
     settings = {"image": "i", "claim": "home", "patch": patch}
-    job = make_job("kubernetes", WORDS, profile=make_profile(nodes=nodes, kubernetes=settings))
-    _, rayjob = manifest(job)
+    _, rayjob = manifest(make_job("kubernetes", WORDS, profile=make_profile(kubernetes=settings)))
     assert schema_problems(rayjob) == []
     assert rayjob["metadata"] == {"name": "run-1", "namespace": "default", "labels": {"team": "rl"}}
     assert "backoffLimit" not in rayjob["spec"]
-    made = rayjob["spec"]["rayClusterSpec"]
-    assert len(made.get("workerGroupSpecs", ())) == (nodes > 1)
-    for group in (made["headGroupSpec"], *made.get("workerGroupSpecs", ())):
-        spec = group["template"]["spec"]
-        (container,) = spec["containers"]
-        assert (spec["nodeSelector"], spec["tolerations"]) == (pod["nodeSelector"], pod["tolerations"])
-        assert container["image"] == "i"
-        assert set(container["resources"]["limits"]) == {"cpu", "memory", "rdma/ib"}
-        assert [mount["mountPath"] for mount in container["volumeMounts"]][-2:] == ["/shared", "/models"]
-    broken = {"spec": {"rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"nodeSelektor": {}}}}}}}
-    job = make_job("kubernetes", WORDS, profile=make_profile(kubernetes=settings | {"patch": broken}))
+    spec = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert (spec["nodeSelector"], container["image"]) == (pod["nodeSelector"], "i")
+    assert set(container["resources"]["limits"]) == {"cpu", "memory", "rdma/ib"}
+    assert [mount["mountPath"] for mount in container["volumeMounts"]][-2:] == ["/shared", "/models"]
+    pod["nodeSelektor"] = {}
+    job = make_job("kubernetes", WORDS, profile=make_profile(kubernetes=settings))
     assert any("nodeSelektor" in problem for problem in find_kind("kubernetes").check(job))
 
 
