@@ -172,16 +172,6 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(
         run.run()
 
 
-def test_a_restarted_engine_gets_work_after_it_got_weights(start: Start) -> None:
-    """At the next publication. Seen failing with `run` before the weights."""
-    run = start()
-    kill_engine_in_step(run, 1)
-    assert run.run()["status"] == "done"
-    again = [method for lane, method in run.log if lane == ENGINE]
-    begin = len(again) - again[::-1].index("start") - 1
-    assert again[begin : begin + 4] == ["start", "install", "resume", "run"]
-
-
 def test_a_run_without_engines_waits_for_a_restart_and_publishes_for_it(start: Start) -> None:
     """No step is trained meanwhile; the start has a deadline of its own, the wait for a batch has none.
 

@@ -270,22 +270,6 @@ def test_a_restart_waits_for_a_save_beside_the_steps(start: Start) -> None:
     assert run.saved == [2, 4, 6]
 
 
-@pytest.mark.parametrize("why", ["Ctrl-C", "on_step"])
-def test_what_stopped_a_run_is_printed_last_and_in_the_summary(start: Start, why: str) -> None:
-    """Seen failing with batch systems' notices alone, and with a Ctrl-C for both."""
-    run = start()
-
-    def on_step(row: Any) -> bool:
-        if why == "Ctrl-C" and row["step"] == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return why == "Ctrl-C"
-
-    with pytest.raises(Interrupted):
-        run.run(on_step)
-    assert run.output.getvalue().endswith(f"saved step-000002 after {why}\n")
-    assert (summary(run)["status"], summary(run)["stopped_by"]) == ("interrupted", why)
-
-
 def test_an_export_that_always_fails_ends_the_run(start: Start) -> None:
     """The last step is saved again each time, which is no progress. Seen restarting forever."""
     run = start()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
+from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan
 
 
 def nodes_of(*gpus: int, cores: int = 16, free: tuple[int, ...] | None = None) -> list[Node]:
@@ -96,17 +96,6 @@ def test_what_does_not_fit_is_nowhere(ranks: int, engines: int, parallel: int) -
     """The first has GPUs enough, but an engine is not split. Seen failing with a sum over the nodes."""
     bundles = plan(recipe(ranks=ranks, engines=engines, tensor_parallel=parallel), nodes_of(4, 4, 8 * (parallel < 8)))
     assert NOWHERE in where(bundles, "rollout") + where(bundles, "trainer")
-
-
-def test_the_table_has_a_row_per_node_and_one_for_what_fits_on_none() -> None:
-    nodes = nodes_of(8, 8, free=(8, 3))
-    lines = table(plan(recipe(ranks=4, engines=7, tensor_parallel=2), nodes), nodes).splitlines()
-    assert [line.split() for line in lines] == [
-        ["node", "needed", "there", "free", "for"],
-        ["10.0.0.1", "8", "8", "8", "4", "x", "rollout", "of", "2"],
-        ["10.0.0.2", "8", "8", "3", "3", "x", "rollout", "of", "2,", "2", "x", "trainer", "of", "1"],
-        ["no", "node", "2", "2", "x", "trainer", "of", "1"],
-    ]
 
 
 @pytest.mark.parametrize(("free", "node"), [((0, 2), 1), ((4, 2), 0), ((1, 1), NOWHERE)])

@@ -4,22 +4,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from node_reports import make_node_report
 
 from areal_lite import node
 from areal_lite.launch.run.preflight import ClusterReport, find_problems
-from areal_lite.node import NodeReport, content_hash, look_at_node, memory_bytes
+from areal_lite.node import content_hash, look_at_node, memory_bytes
 
 CANARY = "/shared/runs/.canary-1"
-ALIKE = NodeReport(
-    host="a",
-    platform="Linux x86_64",
+ALIKE = make_node_report(
     versions={"torch": "2.13.0", "code": "abc"},
-    cores=8,
-    memory_gib=64,
-    disk_gib=100,
-    shm_gib=8,
-    max_open_files=65536,
-    gpus=(),
     contents={CANARY: "1", "/models/qwen": "2"},
     environment={"HF_HOME": "/hf"},
 )

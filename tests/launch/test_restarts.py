@@ -214,17 +214,6 @@ def test_a_worker_that_died_with_the_queue_is_not_forgotten(monkeypatch: pytest.
     assert fleet.cluster.restarts.states == {A: State.RESTARTING, V: State.RESTARTING}
 
 
-def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by a deadline of a request. Seen failing with a queue that is asked once."""
-    fleet = Fleet(monkeypatch, most=3)
-    actor = fleet.actors["queue"]
-    fleet.watch_workers()
-    fleet.watch_workers()
-    actor.dies_of = ray.exceptions.RayActorError()
-    with pytest.raises(QueueError, match=r"the sample queue died: .*; log: logs/queue.log"):
-        fleet.watch_workers()
-
-
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_over_ipc_ranks_load_their_models_once_the_engines_have_measured_their_memory(
     monkeypatch: pytest.MonkeyPatch, transport: str

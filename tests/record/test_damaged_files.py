@@ -147,17 +147,3 @@ def test_what_is_named_like_a_temporary_file_is_removed(whole: Path, tmp_path: P
     write_checkpoint(folder / "checkpoints", 7, lambda path: (path / "a").touch(), keep=1)
     assert [name for name in names if (folder / name).exists()] == []
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000007"]
-
-
-def test_missing_rows_of_metrics_are_reported(whole: Path, tmp_path: Path) -> None:
-    """On the page, and by a resume up to its step. Seen failing: nothing mentioned them."""
-    folder, lines = tmp_path / "run", list[str]()
-    shutil.copytree(whole, folder)
-    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(rows[:1] + rows[2:4] + rows[8:]))
-    assert "metrics.jsonl has no row of step 2, 5-8: figures" in write_report(folder).read_text()
-    config = Config.model_validate({"run": {"resume": str(folder)}, "queue": {"max_staleness": 2}})
-    RunFolder.resume(config, say=lambda _: None).go_on(config, say=lines.append)
-    assert [line.partition("metrics.jsonl: ")[2] for line in lines] == [
-        "no row of step 2, 5-6: figures and curves leave them out"
-    ]

@@ -1,7 +1,5 @@
 """Shares of time from scripted event logs whose answers are worked out by hand; the event buffer."""
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,21 +117,3 @@ def test_a_buffer_stamps_and_forgets_what_was_drained() -> None:
     buffer.emit("resumed")
     assert [event["time"] for event in buffer.drain()] == [3.0]
     assert buffer.drain() == []
-
-
-def test_no_event_is_lost_or_doubled_between_threads() -> None:
-    buffer, drained, number = EventBuffer("x"), [], 2000
-    done = threading.Event()
-
-    def emit() -> None:
-        for index in range(number):
-            buffer.emit("n", index=index)
-        done.set()
-
-    thread = threading.Thread(target=emit)
-    thread.start()
-    while not done.is_set():
-        drained += buffer.drain()
-    thread.join()
-    drained += buffer.drain()
-    assert [event["index"] for event in drained] == list(range(number))

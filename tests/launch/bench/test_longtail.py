@@ -4,12 +4,12 @@ import statistics
 
 import numpy as np
 import pytest
-from episode_builders import load, make_prompt, play, run
+from episode_builders import load, play
 from scripted_engine import ScriptedEngine
 
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.rollout.engine import Sampling
-from areal_lite.rollout.runner import Workflows, complete_greedily
+from areal_lite.rollout.runner import Workflows
 from areal_lite.types import StopReason
 
 WORKFLOW = "areal_lite.launch.bench.longtail:drawn_length"
@@ -46,12 +46,3 @@ def test_a_sample_has_its_drawn_length_whatever_the_model_says() -> None:
         assert sample.num_tokens == draw_length(100, median=median, sigma=0.9, longest=40)
         assert sample.stop_reason is StopReason.LENGTH
     assert EOS in play(ScriptedEngine(), workflows(sigma=0.0, median=40), sampling=ROOM).token_ids[:-1]
-
-
-def test_an_evaluation_is_a_plain_one() -> None:
-    (sample,) = run(
-        lambda: complete_greedily(ScriptedEngine(), [make_prompt()], max_new_tokens=1000, workflows=workflows())
-    )
-    assert sample is not None
-    assert sample.stop_reason is StopReason.STOP
-    assert sample.token_ids[-1] == EOS

@@ -318,12 +318,3 @@ def test_a_later_attempt_goes_on_where_there_is_a_checkpoint(
     said = attempts.driver_script(job, attempt=attempt)
     given = [word for word in shlex.split(said) if word.startswith(("run.dir=", "run.resume"))]
     assert " ".join(given) == last.format(folder=folder)
-
-
-def test_a_shell_that_is_not_there_is_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing as a bare FileNotFoundError of the supervisor."""
-    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", words="launch.max_attempts=1")
-    ssh = job.profile.sections["ssh"] | {"shell": "no-such-shell {host}"}
-    job = job.model_copy(update={"profile": Profile.model_validate(job.profile.model_dump() | {"ssh": ssh})}).save()
-    assert supervise(job) == 1
-    assert "no-such-shell" in Attempts.read(job).state

