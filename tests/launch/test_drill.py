@@ -30,8 +30,8 @@ steps = int(said.partition("=")[2])
 rows = (folder / "metrics.jsonl").read_text().splitlines(True) if is_resume else []
 if is_resume:  # the last step was not saved
     with (folder / "metrics.orphaned.jsonl").open("a") as file:
-        file.write("".join(rows[-1:]))
-    rows = rows[:-1]
+        file.write("".join(rows[-LOST:]))
+    rows = rows[:-LOST]
 (folder / "metrics.jsonl").write_text("".join(rows))
 def start(lane):
     child = subprocess.Popen(["sleep", "60"])
@@ -59,7 +59,7 @@ for step in range(len(rows) + 1, steps + 1):
         file.write(json.dumps({"step": step}) + "\\n")
     if notices:
         print("stopping after this step", flush=True)
-        code = 130
+        code = CODE
         break
 else:
     (folder / "summary.json").write_text(json.dumps(
@@ -73,10 +73,12 @@ sys.exit(code)
 """
 
 
-def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DrilledRun:
+def run_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130, dies: str = "died"
+) -> DrilledRun:
     """Make a run whose command is the script; it stands for `python -m areal_lite.launch.commands.main`."""
     script, command = folder / "script.py", folder / "command"
-    script.write_text(COMMAND)
+    script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)).replace("{DIES}", dies))
     command.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(command))
@@ -127,6 +129,30 @@ def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, m
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "fault", "problem"),
+    [
+        ({"code": 1}, "sigterm", r"expected exit code 130 and step \d+ saved, got 1 and"),
+        ({"lost": 2}, "queue", ""),
+        ({"dies": "was lost"}, "verifier", r"expected the command to print: \\bverifier/0 died"),
+        ({}, "trainer", "expected a process of trainer on this machine, the command ended with 0"),
+        ({"lost": "?"}, "queue", "expected step 3, the command ended with 1: .* SyntaxError"),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_said(
+    changed: dict[str, Any], fault: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong exit code, a process that is not there, a command that ends again and again; two steps lost are none.
+
+    Seen failing with commands that are gone on with forever.
+    """
+    run = run_of(tmp_path, monkeypatch, **changed)
+    drilled(run, fault)
+    assert bool(run.problems) == bool(problem)
+    assert re.search(problem, " ".join(run.problems))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -167,7 +193,9 @@ def test_runs_are_equal_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
+        ["rlhf_sft"],
         ["arith_cpu", "run.dir=x"],
+        ["arith_cpu", "--out", "."],
         ["arith_cpu", "--faults", "nod"],
     ],
 )
