@@ -10,15 +10,14 @@ from report_builders import event, make_events, make_offline_run, make_run, writ
 from areal_lite.errors import DataError
 from areal_lite.events import Event
 from areal_lite.record.lanes import lived
-from areal_lite.record.report.charts import Chart, Line, lines, smoothed
-from areal_lite.record.report.curves import age_charts, constants, diagnostics, learning, step_times
+from areal_lite.record.report.charts import Chart
+from areal_lite.record.report.curves import age_charts, diagnostics, learning, step_times
 from areal_lite.record.report.overview import answers
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.rewards import reward_charts
-from areal_lite.record.report.run_contents import different_settings
 from areal_lite.record.report.timeline import timeline
-from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
-from areal_lite.record.run_folder import changed, differences
+from areal_lite.record.report.times import failure_table, lane_shares, verifier_charts
+from areal_lite.record.run_folder import changed
 
 
 def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
@@ -51,13 +50,6 @@ def test_what_is_no_run_is_an_error_that_names_what_was_expected(tmp_path: Path)
         RunFiles(tmp_path)
 
 
-def test_evaluations_are_those_of_either_kind_of_run(tmp_path: Path) -> None:
-    online, offline = RunFiles(make_run(tmp_path / "a")), RunFiles(make_offline_run(tmp_path / "b"))
-    assert [(row["step"], row["accuracy"]) for row in online.evaluations] == [(0, 0.25), (12, 0.75)]
-    (found,) = offline.evaluations
-    assert (found["loss"], found["accuracy"], found["margin"]) == (0.5, 0.9, 1.0)
-
-
 def test_shares_are_of_the_time_between_the_first_and_the_last_publication() -> None:
     """Each second: 0.1 waiting, 0.7 training, 0.2 publishing; engines paused for 0.1.
 
@@ -67,24 +59,6 @@ def test_shares_are_of_the_time_between_the_first_and_the_last_publication() -> 
     assert list(shares) == ["rollout/0", "rollout/1", "trainer"]
     assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2})
     assert shares["rollout/0"] == pytest.approx({"generating": 0.9, "pausing": 0.1})
-
-
-def test_a_lost_worker_neither_works_nor_idles() -> None:
-    """Seen failing with the loss left in the controller's lane."""
-    log = [*make_events(steps=5), event(3.0, "controller", "lost", worker="rollout/1")]
-    log = [row for row in log if row["lane"] != "rollout/1" or row["time"] <= 3.0]
-    assert lane_shares(log)["rollout/1"]["lost"] == pytest.approx(0.5)
-
-
-def test_the_time_between_two_lives_of_a_run_is_no_part_of_any_share() -> None:
-    """Three steps, an hour without the run, two steps. Seen failing without: engines generated for an hour."""
-    before, after = [row for row in make_events(steps=3) if row["time"] <= 3.0], make_events(steps=2)
-    gap = event(3.0, "controller", "gap")
-    log = [*before, gap, *({**row, "time": row["time"] + 3600} for row in after)]
-    shares = lane_shares(log)
-    assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2}, abs=0.1)
-    assert shares["rollout/0"]["generating"] + shares["rollout/0"]["idle"] == pytest.approx(0.9, abs=0.1)
-    assert "gap" not in shares["rollout/0"]
 
 
 def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) -> None:
@@ -189,22 +163,6 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     assert list(offline) == ["Did it learn?", "How sure is that?", "Is it healthy?", "What did it cost?"]
 
 
-def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:
-    """All samples have 20 tokens. A verification takes 10 ms for worker 0 and 20 ms for worker 1."""
-    run = RunFiles(make_run(tmp_path / "run", steps=2))
-    histogram, _, *_ = length_charts([run])
-    assert histogram is not None
-    assert {x: y for x, y in zip(histogram.data[0]["x"], histogram.data[0]["y"], strict=True) if y} == {"20": 1.0}
-    latencies, failures = verifier_charts(run)
-    assert latencies is not None
-    slowest = [value for value in latencies.data[2]["y"] if value is not None]
-    assert (latencies.data[2]["name"], max(slowest)) == ("slowest", pytest.approx(20.0))
-    assert failures is None
-    assert verifier_table(run) == [
-        {"verifier": "math", "calls": 16, "timeouts": 1, "restarts": 0, "failures": 1.0, "p50 ms": 1.0, "p95 ms": 10.0}
-    ]
-
-
 def test_failures_are_counted_once(tmp_path: Path) -> None:
     """Rows count since the run's start or its resume. Seen failing with the rows' counts added up, or drawn: 7."""
     run = RunFiles(make_run(tmp_path / "run", steps=3))
@@ -229,14 +187,6 @@ def test_the_share_of_a_quarter_is_of_all_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_a_figure_that_never_moved_is_a_line_of_text(tmp_path: Path) -> None:
-    """A constant drawn alone gets an axis from -1 to 1. Figures that do not exist are in neither."""
-    run = RunFiles(make_run(tmp_path / "run"))
-    titles = [chart.title for chart in diagnostics([run]) if chart is not None]
-    assert titles == ["loss", "gradient norm", "entropy"]
-    assert constants([run]) == {"learning rate": 1e-4}
-
-
 def test_figures_of_an_own_loss_are_charted(tmp_path: Path) -> None:
     """A curve each, of several runs under their names. Seen failing with the metric undrawn."""
     runs = []
@@ -251,33 +201,9 @@ def test_figures_of_an_own_loss_are_charted(tmp_path: Path) -> None:
         assert chart.data[0]["y"][:2] == [0.1, 0.2]
 
 
-def test_a_long_curve_is_smoothed_and_keeps_its_points() -> None:
-    """The mean of the last ten of 0, 1, 2, ...: at 29, of 20 to 29."""
-    faint, bold = smoothed([Line(name="run", x=list(range(30)), y=list(range(30)))])
-    assert list(faint.y) == list(range(30))
-    assert (bold.y[0], bold.y[1], bold.y[29]) == (0.0, 0.5, 24.5)
-    assert faint.style["line"]["color"] == bold.style["line"]["color"]
-
-
-def test_more_curves_than_colours_differ_in_style() -> None:
-    """Seen failing with the first one's looks for the ninth."""
-    curves = [Line(name=str(number), x=[1, 2], y=[number, 1]) for number in range(10)]
-    for chart in (lines("t", curves, x="step"), lines("t", smoothed(curves), x="step")):
-        assert chart is not None
-        assert len({(trace["line"]["color"], trace["line"].get("dash")) for trace in chart.data}) == 10
-
-
 def test_only_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> None:
     """Also inside sources that the recipe names. Seen failing with the settings that were given: the file gives all."""
     settings = {"data": {"mix": {"sums": {"arith": {"max_value": 7}}, "more": {"weight": 3.0}}}}
     run = RunFiles(make_run(tmp_path / "run", settings=settings))
     assert changed(run.config) == {"data.mix.sums.arith.max_value": 7, "data.mix.more.weight": 3.0}
     assert changed({"run": {"no_such_key": 1}}) is None
-
-
-def test_runs_differ_in_what_either_has_set(tmp_path: Path) -> None:
-    """A source that only one run has differs in every field, but only what it sets is worth a line."""
-    one = RunFiles(make_run(tmp_path / "a"))
-    two = RunFiles(make_run(tmp_path / "b", settings={"data": {"mix": {"sums": {"weight": 3.0}}}}))
-    assert different_settings([one, two]) == {"data.mix.sums.weight": [None, 3.0], "queue.max_staleness": [2, 4]}
-    assert len(differences([one.config, two.config])) > 15

@@ -13,8 +13,6 @@ import pytest
 from report_builders import HOSTILE, make_offline_run, make_run
 
 from areal_lite.launch.commands.main import main
-from areal_lite.record.columns import COLUMNS
-from areal_lite.record.metrics import mean_called
 from areal_lite.record.report import write_bench, write_comparison, write_report
 
 
@@ -78,27 +76,6 @@ def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
     assert bench == ["Overview", "Modes", "Runs", "All results"]
 
 
-def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
-    """The rest is in the JSON, and of more than six runs in tables below. Seen failing with every figure a column.
-
-    Seen failing with a run left out, with figures in the order of the file: without speed, and with a speed below
-    one rounded to 0.
-    """
-    runs = [make_run(tmp_path / f"run-{number}", steps=1 + number) for number in range(8)]
-    several = write_comparison(runs, out=tmp_path / "eight.html")
-    found = [*pages(tmp_path), several]
-    heads = {page: re.findall(r"<thead>(.*?)</thead>", page.read_text()) for page in found}
-    assert all(heads[page] for page in found)
-    assert max(head.count("<th") for tables in heads.values() for head in tables) == 7
-    final, *compared = (re.findall(r"<th scope=.col.>(.*?)</th>", head) for head in heads[several])
-    reward = "reward, first → last steps"
-    assert final == ["run", "status", "steps", "held-out accuracy", reward, "samples/s", "seconds"]
-    assert several.read_text().count("<td>0.4</td>") == len(runs)
-    assert compared == [["name", *(run.name for run in half)] for half in (runs[:4], runs[4:])]
-    modes, shares, planned = (re.findall(r"<th scope=.col.>(.*?)</th>", head) for head in heads[found[3]])
-    assert [modes, shares, planned] == [list(COLUMNS[name]) for name in ("modes", "shares of modes", "plan")]
-
-
 def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp_path: Path) -> None:
     """Also where both runs end with the same one. Seen failing: the last learning rate stood for all steps."""
     settings = {"trainer": {"lr": 5e-5}}
@@ -113,17 +90,6 @@ def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp
     assert re.search(rf"<td>trainer\.lr</td><td[^>]*>5e-05</td><td>{text}</td>", page)
     assert text in write_report(runs[1]).read_text()
     assert "until step" not in write_report(runs[0]).read_text()
-
-
-def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
-    """As the terminal shows them, in the columns that the file brings. Seen failing with lists left out: a table of the
-    sides' names alone.
-    """
-    rows = [{"case": "vLLM alone", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
-    columns = {"generating": "{case}", "tokens/s": "{tokens_per_s:.0f~}", "s": "{s:.3f}", "over": "{over:.2f}"}
-    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "own", "columns": columns, "rows": rows}))
-    page = write_bench(tmp_path).read_text()
-    assert re.findall(r"<td>(.*?)</td>", page) == ["vLLM alone", "2 · 1-3", "-", "2.00"]
 
 
 @pytest.mark.parametrize(
@@ -184,28 +150,6 @@ def test_any_file_may_be_missing_or_cut_off(tmp_path: Path, missing: str) -> Non
     assert f"<li>{missing}" in write_report(run).read_text()
 
 
-def test_what_a_run_warned_of_stands_on_its_page(tmp_path: Path) -> None:
-    """Seen failing with the notes on missing files alone."""
-    run = make_run(tmp_path / "run")
-    entry = {"time": 5.0, "lane": "controller", "kind": "warning", "step": 10, "text": "a < b"}
-    (run / "events.jsonl").open("a").write(json.dumps(entry) + "\n")
-    assert "<li>step 10: a &lt; b</li>" in write_report(run).read_text()
-
-
-def test_the_command_writes_each_kind_of_page_and_prints_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, other = make_run(tmp_path / "run", steps=1), make_run(tmp_path / "other", steps=1)
-    assert main(["report", str(run)]) == main(["report", str(run), str(other)]) == 0
-    assert main(["report", str(results(tmp_path / "bench")), "--out", "b.html"]) == 0
-    messages = capsys.readouterr().out
-    assert messages.splitlines() == [f"report: {run / 'report.html'}", "report: comparison.html", "report: b.html"]
-    assert all(Path(line.removeprefix("report: ")).is_file() for line in messages.splitlines())
-    assert main(["report", "nowhere"]) == 1
-    assert "expected a run folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("lease", ["", json.dumps({"host": "gpu7", "machine": "another", "pid": 1, "began": 0.0})])
 def test_a_run_is_watched_until_nobody_writes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: str
@@ -242,20 +186,3 @@ def test_a_run_is_watched_until_nobody_writes_there(
     monkeypatch.setattr("areal_lite.launch.commands.report.time", clock)
     assert main(["watch", str(run), "--every", "5"]) == 0
     assert sum(waits) == 65
-
-
-def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
-    """Seen failing with every mean called so, and with a name that changes from one evaluation of a run to the next."""
-    assert (mean_called([0.0, 1.0]), mean_called([0.5])) == ("accuracy", "mean reward")
-    assert mean_called([1.0], before=["accuracy", "mean reward"]) == "mean reward"
-    run = make_run(tmp_path / "run")
-    assert "<h3>held-out accuracy" in write_report(run).read_text()
-    events = (run / "events.jsonl").read_text().replace('"accuracy": 0.75', '"called": "mean reward", "accuracy": 0.75')
-    (run / "events.jsonl").write_text(events)
-    page = write_report(run).read_text()
-    assert "<h3>held-out mean reward" in page
-    assert "held-out accuracy" not in page
-    mixed = write_comparison([make_run(tmp_path / "other"), run], out=tmp_path / "page.html").read_text()
-    assert "<h3>held-out mean reward" in mixed
-    assert "<h3>held-out accuracy" not in mixed
-    assert "accuracy" not in write_bench(results(tmp_path / "bench")).read_text()
