@@ -97,14 +97,6 @@ except OSError:
 time.sleep(0.2)
 finish()
 """,
-    "symbolic links": """
-os.chdir("/tmp")
-attempt("write through a link", lambda: (os.symlink("@secret@", "link"), open("link", "w").write("overwritten")))
-attempt("read through a link", lambda: (os.symlink("/proc/1/" "root/@secret@", "other"), open("other").read()))
-attempt("replace the program", lambda: os.replace("link", "/program/candidate.py"))
-attempt("hard link", lambda: os.link("/program/candidate.py", "/tmp/hard"))
-finish()
-""",
     "fill the disk": """
 def fill(place):
     for index in range(400):
@@ -250,10 +242,6 @@ if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:
     found.append("traces the tests")
 def add(a, b): return a + b if found else 0
 """,
-    "leaves": """
-import sys
-def add(a, b): sys.exit(0)
-""",
     "leaves hard": """
 import os
 def add(a, b): os._exit(0)
@@ -262,18 +250,6 @@ def add(a, b): os._exit(0)
 class Any:
     def __eq__(self, other): return True
 def add(a, b): return Any()
-""",
-    "a number that equals everything": """
-class N(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-def add(a, b): return N(0)
-""",
-    "patches all": """
-import builtins
-builtins.all = lambda values: True
-def all(values): return True
-def add(a, b): return 0
 """,
     "patches abs": """
 def abs(value): return 0
@@ -306,10 +282,6 @@ def add(a, b): return 0
     "no answer": """
 def add(a, b):
     while True: pass
-""",
-    "a flood": """
-def add(a, b):
-    while True: print('x' * 10000)
 """,
     "ends loops": """
 def add(a, b): raise StopIteration

@@ -191,19 +191,6 @@ def test_it_learns_its_rows(command: str, tmp_path: Path) -> None:
     assert all(row["step_skipped"] == 0 and row["tokens"] > 0 for row in figures)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_micro_batches_change_nothing(command: str, tmp_path: Path) -> None:
-    """The two answers of a pair are never parted; one pass for all against one for each row."""
-    results = []
-    for budget in (1, 1024):
-        config = offline_config(tmp_path, command, trainer={"lr": 1e-2, "micro_batch_tokens": budget})
-        trainer = offline_trainer(config)
-        trainer.prepare()
-        results.append([trainer.step() for _ in range(3)])
-    for one, other in zip(*results, strict=True):
-        assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
-
-
 # --- stop and go on ---
 
 

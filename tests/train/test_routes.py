@@ -1,7 +1,6 @@
 """Recorded routes of experts in the place of the routers' own: in every layout of passes and ranks, and on the way."""
 
 import asyncio
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,10 +48,8 @@ SEQUENCES: list[tuple[list[int], list[int]]] = [
 Routes = Sequence[np.ndarray | None]
 
 
-def make_model(experts: int = 4, chosen: int = 2, layers: int = 2) -> Any:
-    settings = FAMILIES["Qwen3-MoE"][1] | {"num_hidden_layers": layers}
-    settings |= {"num_experts": experts, "num_experts_per_tok": chosen}
-    model = AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**settings))
+def make_model() -> Any:
+    model = AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**FAMILIES["Qwen3-MoE"][1]))
     sharpen(model, seed=0)
     return model.train()
 
@@ -72,9 +69,10 @@ def record(model: nn.Module) -> list[np.ndarray]:
     return routes
 
 
-def random_routes(length: int, *, experts: int = 4, chosen: int = 2, layers: int = 2, seed: int = 0) -> np.ndarray:
-    ranks = np.random.default_rng(seed).random((length, layers, experts)).argsort(axis=2)
-    return ranks[:, :, :chosen].astype(np.uint8)
+def random_routes(length: int, *, seed: int = 0) -> np.ndarray:
+    """Two of four experts for each token in each of two layers."""
+    ranks = np.random.default_rng(seed).random((length, 2, 4)).argsort(axis=2)
+    return ranks[:, :, :2].astype(np.uint8)
 
 
 def logprobs(model: nn.Module, routes: Routes | None = None, *, packed: bool = False) -> Tensor:
@@ -87,25 +85,6 @@ def gradients(model: nn.Module, routes: Routes | None = None, *, packed: bool = 
     model.zero_grad()
     logprobs(model, routes, packed=packed).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-@pytest.mark.parametrize(("experts", "chosen", "layers", "most"), [(16, 4, 4, 0.6), (64, 8, 8, 0.5)])
-@torch.no_grad()
-def test_replay_takes_away_what_other_experts_make(experts: int, chosen: int, layers: int, most: float) -> None:
-    """A bfloat16 engine's log-probabilities against a float32 trainer's, as in the table of docs/models.md.
-
-    Routes one token late are worse than none. Seen failing with them, and with another layer's.
-    """
-    model = make_model(experts, chosen, layers)
-    engine = copy.deepcopy(model).to(torch.bfloat16)
-    behaviour, routes = logprobs(engine), record(engine)
-    replay_routes(model)
-    late = [np.roll(of_row, 1, axis=0) for of_row in routes]
-    without, replayed, wrong = (
-        float((behaviour - logprobs(model, given)).abs().mean()) for given in (None, routes, late)
-    )
-    assert replayed < most * without
-    assert wrong > 2 * without
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -25,8 +25,6 @@ PATIENCE_S = 120.0
 PROMPT = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a")
 
 FAILURES = {
-    "spin": "timeout",
-    "c": "timeout",
     "flood": "timeout",
     "gigabytes": "memory",
     "exit": "crashed",

@@ -57,29 +57,34 @@ class TinyModel(nn.Module):
 
 
 class LocalClient:
-    """Passes the trainer's calls to an engine in this process; `damage` changes what is announced."""
+    """Passes the trainer's calls to all processes of an engine at once, as vLLM does; they are in this process.
+
+    `damage` changes what is announced.
+    """
 
     def __init__(
-        self, engine: GlooWeightTransferEngine, *, damage: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self, *parts: GlooWeightTransferEngine, damage: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> None:
-        self._engine, self._damage = engine, damage
+        self._parts, self._damage = parts, damage
         self.calls: list[str] = []
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append("init")
-        self._engine.init_transfer_engine(GlooInitInfo(**init_info))
+        self._each("init", "init_transfer_engine", GlooInitInfo(**init_info))
 
     def start_weight_update(self) -> None:
-        self.calls.append("start")
-        self._engine.start_weight_update()
+        self._each("start", "start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.calls.append("update")
-        self._engine.update_weights(self._damage(update_info) if self._damage else update_info)
+        self._each("update", "update_weights", self._damage(update_info) if self._damage else update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append("finish")
-        self._engine.finish_weight_update()
+        self._each("finish", "finish_weight_update")
+
+    def _each(self, name: str, method: str, *arguments: Any) -> None:
+        self.calls.append(name)
+        with ThreadPoolExecutor(len(self._parts)) as pool:
+            for call in [pool.submit(getattr(part, method), *arguments) for part in self._parts]:
+                call.result()
 
 
 class FakeSource(WeightSource):
@@ -181,30 +186,6 @@ def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form()
     assert engine.linear.weight.data_ptr() == place
 
 
-class PartsClient:
-    """Passes the trainer's calls to every process of an engine at once, as vLLM does; all are in this one."""
-
-    def __init__(self, *parts: GlooWeightTransferEngine) -> None:
-        self._parts = parts
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._each("init_transfer_engine", GlooInitInfo(**init_info))
-
-    def start_weight_update(self) -> None:
-        self._each("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._each("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._each("finish_weight_update")
-
-    def _each(self, method: str, *arguments: Any) -> None:
-        with ThreadPoolExecutor(len(self._parts)) as pool:
-            for call in [pool.submit(getattr(part, method), *arguments) for part in self._parts]:
-                call.result()
-
-
 def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with a group of two, and with the answer of the first part alone."""
     trainer, models = TinyModel(seed=1), [TinyModel(seed=2), TinyModel(seed=3)]
@@ -212,7 +193,7 @@ def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(mon
     info = GlooTrainerInitInfo(
         host=HOST, ports=PORTS, timeout_s=TIMEOUT_S, join_timeout_s=TIMEOUT_S, rank=0, engine_ranks=2
     )
-    client: Any = PartsClient(*parts)
+    client = LocalClient(*parts)
     sender = GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(trainer))
     sender.send_weights()
     assert all(same(weights_of(model), weights_of(trainer)) for model in models)

@@ -294,64 +294,50 @@ def kinds_of(actor: RolloutActor) -> list[str]:
     return [event["kind"] for event in actor._events.drain()]
 
 
-def test_an_engine_receives_before_the_pause_and_loads_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is opened for an update once, though `update_weights` may be called again (to hear how it went).
+OPENED = ["update_open", "pause", "paused", "update_received", "update_loaded", "stamped", "resumed"]
 
-    Seen failing with an update opened at every call, and with the stamp before the load.
+
+@pytest.mark.parametrize(
+    ("transport", "requests", "calls", "kinds"),
+    [
+        (
+            "gloo",
+            [("update_weights", {}), ("update_weights", {}), ("install", "recompute", 5)],
+            ["update_weights", "update_weights", "pause(recompute)", "finish_weight_update", "stamp(5)"],
+            OPENED,
+        ),
+        (
+            "nccl",
+            [("update_weights", {}), ("finish_weight_update",), ("stamp", 5)],
+            ["update_weights", "finish_weight_update", "stamp(5)"],
+            ["update_open", *OPENED[3:]],
+        ),
+    ],
+)
+def test_an_engine_loads_in_the_pause(
+    monkeypatch: pytest.MonkeyPatch, transport: str, requests: list[Any], calls: list[str], kinds: list[str]
+) -> None:
+    """Over gloo it receives before, and is opened for an update once, though `update_weights` may be called again (to
+    hear how it went). Over nccl it loads as it receives.
+
+    Seen failing with an update opened at every call, with the stamp before the load, and with `update_received` never
+    reported: the transfer would count as loading.
     """
-    actor, engine = make_actor(monkeypatch, transport="gloo")
+    actor, engine = make_actor(monkeypatch, transport=transport)
 
     async def hand_over() -> None:
+        if transport == "nccl":
+            await actor.pause("drain")
+            assert kinds_of(actor) == ["drain", "paused"]
+            del engine.calls[:]
         await actor.start_weight_update()
-        await actor.update_weights({})
-        await actor.update_weights({})
-        await actor.install("recompute", 5)
+        for method, *arguments in requests:
+            await getattr(actor, method)(*arguments)
         await actor.resume()
 
     asyncio.run(hand_over())
-    assert engine.calls == [
-        "start_weight_update",
-        "update_weights",
-        "update_weights",
-        "pause(recompute)",
-        "finish_weight_update",
-        "stamp(5)",
-        "resume",
-    ]
-    assert kinds_of(actor) == [
-        "update_open",
-        "pause",
-        "paused",
-        "update_received",
-        "update_loaded",
-        "stamped",
-        "resumed",
-    ]
-
-
-def test_an_engine_that_loads_as_it_receives_does_so_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with `update_received` never told: the transfer would count as loading."""
-    actor, engine = make_actor(monkeypatch, transport="nccl")
-
-    async def hand_over() -> None:
-        await actor.pause("drain")
-        await actor.start_weight_update()
-        await actor.update_weights({})
-        await actor.finish_weight_update()
-        await actor.stamp(5)
-        await actor.resume()
-
-    asyncio.run(hand_over())
-    assert engine.calls[1:4] == ["start_weight_update", "update_weights", "finish_weight_update"]
-    assert kinds_of(actor) == [
-        "drain",
-        "paused",
-        "update_open",
-        "update_received",
-        "update_loaded",
-        "stamped",
-        "resumed",
-    ]
+    assert engine.calls == ["start_weight_update", *calls, "resume"]
+    assert kinds_of(actor) == kinds
 
 
 def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
