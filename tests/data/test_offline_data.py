@@ -79,14 +79,6 @@ def test_chats_go_through_the_template_and_stop_where_generation_stops(
     assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>")]
 
 
-def test_a_long_chat_keeps_its_earlier_answers_in_the_prompt(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:a.a:b<eos>.u:c.a:", "d<eos>")]
-
-
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -190,13 +182,6 @@ def test_held_out_prompts_are_never_trained_on(tmp_path: Path, tokenizer: PreTra
     assert not train & held_out
     assert len(data.held_out) == 12
     assert len(data.train) == 48
-
-
-def test_a_file_of_held_out_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"prompt": f"q{index}", "completion": "a"} for index in range(5)]
-    path, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:4])
-    data = load(tokenizer, path=path, eval_path=other, eval_size=3, eval_fraction=0.5)
-    assert (len(data.train), len(data.held_out)) == (5, 3)
 
 
 # --- mistakes ---

@@ -15,19 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_builders import BackgroundLoop, LocalEngines, SyncClient, vllm_engine
+from engine_builders import BackgroundLoop, SyncClient, publish_to, vllm_engine
 from torch import nn
 from train_builders import VOCABULARY, save_tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Sample, StopReason
 from areal_lite.weights.families import PublishedValues
-from areal_lite.weights.handover import hand_over
 
 MAX_CONTEXT = 256
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
@@ -152,15 +150,8 @@ class Pair:
 
     def hand_over(self, publisher: Any) -> None:
         self.version += 1
-        hand_over(
-            LocalEngines({"engine": self.engine}, self.background.loop),
-            publish=publisher.publish,
-            staged=self._transport == "gloo",
-            stamp_ledger=lambda: None,
-            version=self.version,
-            interrupt="recompute",
-            events=EventBuffer("handover"),
-        )
+        staged = self._transport == "gloo"
+        publish_to(self.engine, self.background, publisher, version=self.version, staged=staged)
 
     def perturb(self, pattern: str = "") -> None:
         """Change the parameters whose names hold a pattern."""

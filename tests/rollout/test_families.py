@@ -19,14 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_builders import BackgroundLoop, LocalEngines, SyncClient, vllm_engine
+from engine_builders import BackgroundLoop, SyncClient, publish_to, vllm_engine
 from families import FAMILIES, MORE_FAMILIES, VOCABULARY, save_family, sharpen
 from places import DOCS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.run.parity import Difference
 from areal_lite.rollout.engine import Sampling
@@ -34,7 +33,6 @@ from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.trainer import Trainer
 from areal_lite.weights.families import PublishedValues
-from areal_lite.weights.handover import hand_over
 from areal_lite.weights.publisher import WeightPublisher
 
 HOST, PORTS = "127.0.0.1", range(20000, 22000)
@@ -66,15 +64,7 @@ class Run:
 
     def publish(self) -> None:
         self._version += 1
-        hand_over(
-            LocalEngines({"engine": self._engine}, self._background.loop),
-            publish=self._publisher.publish,
-            staged=True,
-            stamp_ledger=lambda: None,
-            version=self._version,
-            interrupt="recompute",
-            events=EventBuffer("handover"),
-        )
+        publish_to(self._engine, self._background, self._publisher, version=self._version)
 
     def sample(self) -> None:
         """Have the engine answer some questions: what is compared from now on."""

@@ -15,15 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_builders import FakeClock
-from queue_builders import (
-    LONG_WAIT_S,
-    SOON_S,
-    FakeCursor,
-    await_parked,
-    connected,
-    make_queue,
-    serving,
-)
+from queue_builders import LONG_WAIT_S, SOON_S, FakeCursor, await_parked, connected, dealer, make_queue, serving
 
 from areal_lite.errors import ConfigError, LedgerError, QueueError, QueueTimeout, WireError
 from areal_lite.network import listen
@@ -35,20 +27,6 @@ from areal_lite.wire import SCHEMA_VERSION, decode, encode
 BIND = "tcp://127.0.0.1"
 NOBODY = QueueAccess(f"{BIND}:9")
 MAX_BYTES = 10_000
-
-
-@contextmanager
-def raw_socket(access: QueueAccess) -> Iterator[Any]:
-    """A DEALER that sends whatever it is told to."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(access.endpoint)
-    try:
-        yield socket
-    finally:
-        socket.close()
-        context.term()
 
 
 def ask(socket: Any, *frames: bytes) -> dict[str, Any]:
@@ -86,7 +64,7 @@ def request(op: Any, **fields: Any) -> bytes:
 )
 def test_what_is_no_request_is_refused(frames: list[bytes], message: str) -> None:
     """Seen failing with any method of the service taken for a request, and with each check left out."""
-    with serving() as access, raw_socket(access) as socket:
+    with serving() as access, dealer(access) as socket:
         answer = ask(socket, *frames)
         assert answer["error"] == "WireError"
         assert re.search(message, answer["message"])
@@ -95,7 +73,7 @@ def test_what_is_no_request_is_refused(frames: list[bytes], message: str) -> Non
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Any]:
-    with serving() as access, raw_socket(access) as socket:
+    with serving() as access, dealer(access) as socket:
         yield socket
 
 
@@ -109,7 +87,7 @@ def test_random_messages_are_answered_and_never_the_last(fuzzed: Any, frames: li
 
 def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
     with serving(max_message_bytes=MAX_BYTES) as access, connected(access) as other:
-        with raw_socket(access) as socket:
+        with dealer(access) as socket:
             socket.send_multipart([b"id", bytes(3 * 2**20)])
             assert other.status()["version"] == 0
             assert not socket.poll(100)
@@ -125,7 +103,7 @@ def test_a_client_refuses_to_send_what_is_far_over_the_limit() -> None:
 
 
 def test_a_wait_of_strange_length_does_no_harm() -> None:
-    with serving() as access, raw_socket(access) as socket, connected(access) as client:
+    with serving() as access, dealer(access) as socket, connected(access) as client:
         for wait_s in (float("nan"), -1.0):
             lease = request("lease_verify", worker="w", limit=1, wait_s=wait_s)
             assert ask(socket, b"id", lease) == {"result": []}
@@ -145,7 +123,7 @@ def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
                 clock.now = 11.0
             return super().next()
 
-    with serving(cursor=SlowCursor(), clock=clock) as access, raw_socket(access) as socket:
+    with serving(cursor=SlowCursor(), clock=clock) as access, dealer(access) as socket:
         ask(socket, b"1", request("open_admission"))
         (held,) = ask(socket, b"2", request("lease_rollout", worker="w", limit=1, wait_s=0.0))["result"]
         socket.send_multipart([b"3", request("lease_rollout", worker="w", limit=1, wait_s=0.0)])

@@ -1,14 +1,11 @@
 """What one client can cost the queue: memory, other clients' time, lost work."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 import pytest
-import zmq
 from ledger_builders import FakeClock
-from queue_builders import LONG_WAIT_S, SCORES, SOON_S, await_parked, connected, generate, serving
+from queue_builders import LONG_WAIT_S, SCORES, SOON_S, await_parked, connected, dealer, generate, serving
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue import groups, server
@@ -18,19 +15,6 @@ from areal_lite.wire import decode, encode
 WAITING = {"worker": "gone", "limit": 1, "wait_s": LONG_WAIT_S}
 
 
-@contextmanager
-def dealer(endpoint: str, *, hwm: int = 1000) -> Iterator["zmq.Socket[bytes]"]:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.set_hwm(hwm)
-    socket.connect(endpoint)
-    try:
-        yield socket
-    finally:
-        socket.close(linger=0)
-        context.term()
-
-
 def test_a_client_that_reads_no_answers_costs_only_a_bounded_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are served, and what it reads later are answers to its first requests.
 
@@ -38,7 +22,7 @@ def test_a_client_that_reads_no_answers_costs_only_a_bounded_queue(monkeypatch: 
     """
     monkeypatch.setattr(server, "_SEND_HWM", 8)
     number, large = 400, b"x" * 50_000  # more than the system's buffers hold
-    with serving() as access, connected(access) as client, dealer(access.endpoint, hwm=1) as deaf:
+    with serving() as access, connected(access) as client, dealer(access, lambda socket: socket.set_hwm(1)) as deaf:
         client.open_admission()
         client.lease_rollout(worker=large.decode(), limit=1, wait_s=0.0)  # makes every status long
         for place in range(number):
@@ -55,7 +39,7 @@ def test_a_client_that_reads_no_answers_costs_only_a_bounded_queue(monkeypatch: 
 def test_a_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the request's own `wait_s`."""
     monkeypatch.setattr(server, "_MAX_WAIT_S", 0.2)
-    with serving() as access, dealer(access.endpoint) as socket:
+    with serving() as access, dealer(access) as socket:
         socket.send_multipart([b"id", encode({"op": "lease_verify", "fields": WAITING | {"wait_s": 1e9}})])
         assert socket.poll(1000 * SOON_S)
         assert decode(socket.recv_multipart()[1]) == {"result": []}
@@ -65,7 +49,7 @@ def test_work_is_not_lost_with_a_client_that_is_gone() -> None:
     """Its parked request comes first. Seen failing with the group lent until its lease expired."""
     with serving() as access, connected(access) as client:
         client.open_admission()
-        with dealer(access.endpoint) as gone:
+        with dealer(access) as gone:
             gone.send_multipart([b"id", encode({"op": "lease_verify", "fields": WAITING})])
             await_parked(client, 1)
         port = int(access.endpoint.rpartition(":")[2])

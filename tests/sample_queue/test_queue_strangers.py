@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
-from queue_builders import SCORES, SOON_S, FakeCursor, connected, make_queue, make_ready, make_samples
+from queue_builders import SCORES, SOON_S, FakeCursor, connected, dealer, make_queue, make_ready, make_samples
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue.access import KeyPair, QueueAccess, QueueKeys, Role
@@ -66,20 +65,14 @@ def test_a_stranger_reads_nothing_and_injects_nothing(
         (lease,) = rollout.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
         assert rollout.complete_rollout(lease_id=lease.lease_id, samples=make_samples())
         (lease,) = verifier.lease_verify(worker="verifier/0", limit=1, wait_s=0.0)
-        context = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.LINGER, 0)
         access = server.access(Role.ROLLOUT)
-        prepare(stranger, access)
-        stranger.connect(access.endpoint)
         forged = {"op": "complete_verify", "fields": {"lease_id": lease.lease_id, "scores": SCORES}}
-        for message in (forged, {"op": "status", "fields": {}}, {"op": "abandon", "fields": {}}):
-            stranger.send_multipart([b"id", encode(message)])
-        assert not stranger.poll(SHORT_WAIT_MS)
-        status = controller.status()
-        assert (status["counts"]["leased_verify"], status["counts"]["abandoned"]) == (1, 0)
-        stranger.close()
-        context.term()
+        with dealer(access, lambda socket: prepare(socket, access)) as stranger:
+            for message in (forged, {"op": "status", "fields": {}}, {"op": "abandon", "fields": {}}):
+                stranger.send_multipart([b"id", encode(message)])
+            assert not stranger.poll(SHORT_WAIT_MS)
+            status = controller.status()
+            assert (status["counts"]["leased_verify"], status["counts"]["abandoned"]) == (1, 0)
         assert verifier.complete_verify(lease_id=lease.lease_id, scores=SCORES)  # the run continues
         assert controller.status()["counts"]["ready"] == 1
 

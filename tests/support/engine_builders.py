@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from areal_lite.config.recipe import Config
+from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.vllm_engine import VllmEngine
+from areal_lite.weights.handover import hand_over
 
 T = TypeVar("T")
 
@@ -87,6 +89,19 @@ class LocalEngines:
 
     def raise_if_none(self) -> None:
         assert self._engines
+
+
+def publish_to(engine: Any, background: BackgroundLoop, publisher: Any, *, version: int, staged: bool = True) -> None:
+    """Hand a publisher's weights over to one engine, as a run does."""
+    hand_over(
+        LocalEngines({"engine": engine}, background.loop),
+        publish=publisher.publish,
+        staged=staged,
+        stamp_ledger=lambda: None,
+        version=version,
+        interrupt="recompute",
+        events=EventBuffer("handover"),
+    )
 
 
 async def _install(engine: Any, interrupt: Interrupt, version: int) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import zmq
 from ledger_builders import FakeClock, make_scores, make_settings
 
 from areal_lite.sample_queue.access import QueueAccess
@@ -80,6 +81,20 @@ def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[Que
         yield client
     finally:
         client.close()
+
+
+@contextmanager
+def dealer(access: QueueAccess, prepare: Callable[[Any], None] = lambda _: None) -> Iterator[Any]:
+    """A socket that sends what it is told to; `prepare` sets its options before it connects."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    prepare(socket)
+    socket.connect(access.endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+        context.term()
 
 
 def await_parked(client: QueueClient, number: int) -> None:

@@ -9,7 +9,6 @@ import torch
 from preset_builders import config_of, make_trainer, save_model_near
 from train_builders import make_rows, make_shard
 
-from areal_lite.config.plugin_check import check_plugins
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.train.objective import find_loss_function
 
@@ -165,12 +164,3 @@ def test_a_wrong_result_says_what_is_expected(
 def test_recipes_that_cannot_be_meant(objective: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of({"objective": objective})
-
-
-@pytest.mark.slow
-def test_a_missing_function_is_named_before_anything_starts(functions: Path) -> None:
-    check_plugins(config_of({"objective": {"loss_function": f"{functions}:same_loss"}}))
-    with pytest.raises(ConfigError, match=r"objective\.loss_function: .* must have a function 'same_los'"):
-        check_plugins(config_of({"objective": {"loss_function": f"{functions}:same_los"}}))
-    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* must have a function 'calls'"):
-        check_plugins(config_of({"rollout": {"tool_parser": f"{functions}:calls"}}))

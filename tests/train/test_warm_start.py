@@ -1,20 +1,23 @@
-"""What the built-in model is shown: of every source that has something to show, turn by turn."""
+"""What the built-in model is shown: of every source that has something to show, turn by turn; and its cache."""
 
 import io
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from episode_builders import Speaker, play
 from rich.console import Console
 from safetensors import SafetensorError
 from source_builders import ROWS, recipe, source_of, write_parquet
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import load_any_config
-from areal_lite.config.recipe import load_config
+from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -167,3 +170,92 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=rf"{words}.*/cache: Error .* No space left on device"):
         ensure_warm_start(config, cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.fixture
+def tiny_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Build recipes of a model that learns two steps of 32 examples."""
+
+    def make(**warm: Any) -> Config:
+        settings = {"steps": 2, "batch_size": 4, "hidden_size": 32, "num_layers": 1, **warm}
+        return parse_config({"model": {"warm_start": settings}, "data": {"arith": {"eval_size": 8, "train_size": 8}}})
+
+    monkeypatch.setattr(warm_start, "_NUM_EXAMPLES", 32)
+    return make
+
+
+def test_warm_start_makes_a_model_folder(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
+    steps: list[tuple[int, int]] = []
+    config = tiny_config()
+    folder = ensure_warm_start(
+        config, cache_dir=tmp_path / "cache", progress=lambda done, of, loss: steps.append((done, of))
+    )
+    assert steps == [(1, 2), (2, 2)]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.tie_word_embeddings
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.max_position_embeddings == config.model.max_context
+    assert tokenizer.decode(tokenizer.encode("7+25=?")) == "7+25=?"
+
+
+def test_warm_start_is_cached_by_content(
+    tmp_path: Path, tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same settings train once; another task, carelessness or context gets a folder of its own.
+
+    Seen failing with the carelessness, and with the context length, left out of the hash.
+    """
+    folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
+    before = folder.stat().st_mtime_ns
+    calls: list[int] = []
+    assert ensure_warm_start(tiny_config(), cache_dir=tmp_path, progress=lambda *call: calls.append(1)) == folder
+    assert calls == []
+    assert folder.stat().st_mtime_ns == before
+    monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
+    base = tiny_config().model_dump()
+    base["model"]["max_context"] = 256
+    terms = tiny_config().model_dump()
+    terms["data"]["arith"]["max_terms"] = 3
+    others = [tiny_config(carelessness=0.25), tiny_config(lr=1e-4), parse_config(base), parse_config(terms)]
+    assert len({ensure_warm_start(other, cache_dir=tmp_path) for other in others} - {folder}) == len(others)
+
+
+def test_the_run_seed_does_not_change_the_warm_start(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
+    """Runs with different seeds start from the same model, and ask for it without disturbing the random state."""
+    folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
+    config = parse_config({**tiny_config().model_dump(), "run": {"seed": 5}})
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert ensure_warm_start(config, cache_dir=tmp_path) == folder
+    assert ensure_warm_start(tiny_config(carelessness=0.25), cache_dir=tmp_path) != folder
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
+    """Seen failing with the model written into its final folder directly."""
+
+    def interrupt(done: int, steps: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_warm_start(tiny_config(), cache_dir=tmp_path, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+    folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_faster_process_wins(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
+    """When the folder appears while this process still trains, it is used, and nothing is left over."""
+    finished = ensure_warm_start(tiny_config(), cache_dir=tmp_path / "other")
+
+    def overtake(done: int, steps: int, loss: float) -> None:
+        if done == steps:
+            (tmp_path / "cache" / finished.name).mkdir()
+            (tmp_path / "cache" / finished.name / "config.json").write_text("{}")
+
+    folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path / "cache", progress=overtake)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [finished.name]
+    assert (folder / "config.json").read_text() == "{}"

@@ -9,7 +9,7 @@ import torch
 
 from areal_lite.config.data import CHAT
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.verify.protocol import Reply, Verifier, failed
+from areal_lite.verify.protocol import Reply, Verifier
 from areal_lite.verify.result import VerifyResult, batched
 
 INF, NAN = float("inf"), float("nan")
@@ -156,14 +156,3 @@ def test_a_batch_without_a_result_for_each_fails_as_one(value, failure):
 
     (reply,) = Verifier(verify, {}).answer([("p", "x", "a", {})] * 2)
     assert reply.failure == failure
-
-
-def test_async_functions_are_recognised():
-    async def verify(): ...
-
-    class Judge:
-        async def __call__(self): ...
-
-    assert Verifier(verify, {}).is_async
-    assert Verifier(Judge(), {}).is_async
-    assert not Verifier(failed, {}).is_async

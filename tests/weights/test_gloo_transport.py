@@ -486,14 +486,6 @@ def test_cast_parameters_are_held_no_longer_than_they_are_sent(monkeypatch: pyte
     assert not [one for one in gathered if one() is not None]
 
 
-def test_other_ranks_only_take_part_in_gathering() -> None:
-    publisher = make_publisher(TinyModel(seed=1), rank=1)
-    client = LocalClient(make_engine(TinyModel(seed=2)))
-    assert publisher.connect({"a": client}, group_client=None, num_engine_ranks=1) == {"a": None}
-    assert publisher.publish() == {}
-    assert client.calls == []
-
-
 def test_a_pair_meets_at_the_addresses_on_the_way_to_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with gloo's own choice, the address of the host name: on Debian 127.0.1.1, which no node reaches."""
     made, create = list[str](), gloo.ProcessGroupGloo.create_device
