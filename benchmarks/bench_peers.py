@@ -211,7 +211,7 @@ def trl_settings(config: Config, *, per_device: int) -> dict[str, Any]:
         "temperature": config.rollout.temperature,
         "learning_rate": trainer.lr,
         "adam_beta1": 0.9,
-        "adam_beta2": trainer.beta2,
+        "adam_beta2": 0.95,
         "weight_decay": trainer.weight_decay,
         "max_grad_norm": trainer.max_grad_norm,
         "epsilon": config.objective.clip_low,

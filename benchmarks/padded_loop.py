@@ -33,7 +33,7 @@ class PaddedLoop:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.lr,
-            betas=(0.9, settings.beta2),
+            betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
         )
 

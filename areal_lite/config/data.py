@@ -80,20 +80,6 @@ class GymConfig(Section):
                 yield f"{HERE}.arguments must leave out {key}, got {self.arguments[key]}: set {HERE}.{instead}"
 
 
-class FilterConfig(Section):
-    """Which rows of a source are used; the others are counted and left out."""
-
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """longest prompt in tokens; null = as fits"""
-    ranges: dict[str, tuple[float, float]] = {}
-    """columns that must lie in a range, ends included, e.g. {difficulty: [1, 3]}"""
-
-    def _problems(self) -> Iterable[str]:
-        for column, (low, high) in self.ranges.items():
-            if low > high:
-                yield f"{HERE}.ranges.{column} must be [lowest, highest], got [{low:g}, {high:g}]: swap them"
-
-
 class SourceConfig(Section):
     """One source of prompts."""
 
@@ -127,7 +113,8 @@ class SourceConfig(Section):
     """verifier of rows without a column verifier; null = verifier.function"""
     workflow: str | None = None
     """workflow of rows without a column workflow; null = rollout.workflow"""
-    filter: FilterConfig = FilterConfig()
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """longest prompt in tokens, others are counted and left out; null = a longer one than fits is an error"""
     arith: ArithConfig = ArithConfig()
     reasoning_gym: GymConfig = GymConfig()
 

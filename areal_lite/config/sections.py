@@ -136,8 +136,6 @@ class ModelConfig(Section):
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
     chat_arguments: dict[str, Any] = {}
     """arguments of the model's chat template, e.g. {enable_thinking: false}"""
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of the exported weights in model/; auto = the dtype of the initial model"""
     warm_start: WarmStartConfig = WarmStartConfig()
 
     def dtype_on(self, device: str) -> str:
@@ -293,12 +291,10 @@ class MeshConfig(Section):
 
     replicate: int = Field(1, ge=1)
     """copies; weights are gathered within each, gradients are added up over all: for nodes with slow links between"""
-    shard: int | None = Field(None, ge=1)
-    """ranks that a copy is spread over; null = as many as there are"""
     tensor: int = Field(1, ge=1)
     """neighbouring ranks that work on the same rows, each with some heads and columns of every layer"""
     context: int = Field(1, ge=1)
-    """neighbouring ranks, of those of `shard`, that work on the same rows, each with a part of their tokens"""
+    """neighbouring ranks of a copy that work on the same rows, each with a part of their tokens"""
 
     @property
     def same_rows(self) -> int:
@@ -320,15 +316,11 @@ class TrainerConfig(Section):
     lr: float = Field(1e-4, gt=0)
     """peak learning rate of AdamW"""
     schedule: Literal["constant", "cosine"] = "constant"
-    """learning rate after warm-up"""
+    """learning rate after warm-up; the cosine ends at a tenth of lr"""
     warmup_steps: int = Field(0, ge=0)
     """trainer steps of linear warm-up"""
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)
-    """end of the cosine, as a share of lr"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW weight decay of matrices; norms and biases have none"""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW second moment decay"""
     max_grad_norm: float = Field(1.0, gt=0)
     """gradient norm is clipped to this"""
     reduce_every: Literal["micro_batch", "update"] = "micro_batch"
@@ -348,9 +340,9 @@ class TrainerConfig(Section):
     """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
 
     def _problems(self) -> Iterable[str]:
-        copies, size, tensor = self.mesh.replicate, self.mesh.shard, self.mesh.tensor
-        if copies * (size or self.ranks // (copies * tensor)) * tensor != self.ranks:
-            yield f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got {self.mesh}: set one of them"
+        copies, tensor = self.mesh.replicate, self.mesh.tensor
+        if self.ranks % (copies * tensor):
+            yield f"trainer.mesh must divide trainer.ranks={self.ranks}, got {self.mesh}: set one of them"
         if (context := self.mesh.context) > 1 and (
             (self.ranks // copies) % context or tensor > 1 or self.attention not in ("auto", "sdpa")
         ):
@@ -387,8 +379,6 @@ class WeightsConfig(Section):
     """publications between logprob parity checks, after that of the first; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"
     """mean |engine - trainer| in nats that ends a run (99th percentile: 7 times that); auto = by dtype; 0 = report"""
-    parity_sequences: int = Field(8, ge=1)
-    """stored sequences compared in one parity check"""
 
     @property
     def staged(self) -> bool:

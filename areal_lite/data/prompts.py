@@ -3,6 +3,7 @@
 Data must not choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,9 +15,11 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import Messages, Tokenizer, encode_texts, render_chat
 from areal_lite.data.sources import load_tasks
-from areal_lite.data.tasks import Task, in_ranges, report_left_out
+from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.types import Prompt
+
+_log = logging.getLogger(__name__)
 
 
 def load_source(config: Config, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
@@ -45,9 +48,9 @@ def load_sources(config: Config, tokenizer: Tokenizer, split: Split) -> dict[str
 
 
 def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    where, longest = config.data.place_of(name), source.filter.max_prompt_tokens
+    where, longest = config.data.place_of(name), source.max_prompt_tokens
     limit = source.eval_size if split == "eval" else None
-    tasks = in_ranges(load_tasks(source, split, where=where), source.filter.ranges, where=where)
+    tasks = load_tasks(source, split, where=where)
     if longest is None:  # it is known before tokenising which tasks remain
         tasks = tasks[:limit]
     tasks = with_names(tasks, source=source, config=config)
@@ -63,10 +66,12 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     twice = [tokenizer.bos_token_id] * 2
     pairs = [(task, ids[1:] if ids[:2] == twice else ids) for task, ids in zip(tasks, tokens, strict=True)]
     if longest is not None:
-        pairs = [(task, ids) for task, ids in pairs if len(ids) <= longest]
-        option = f"{where}.filter.max_prompt_tokens={longest}"
-        report_left_out(len(tasks) - len(pairs), num_rows=len(tasks), option=option)
-        pairs = pairs[:limit]
+        short = [(task, ids) for task, ids in pairs if len(ids) <= longest]
+        option = f"{where}.max_prompt_tokens={longest} leaves out"
+        if pairs and not short:
+            raise DataError(f"{option} all {len(pairs)} rows: widen it")
+        _log.info("%s %d of %d rows", option, len(pairs) - len(short), len(pairs))
+        pairs = short[:limit]
     _check_lengths(config, pairs)
     first = f"{split}/0" if not config.data.mix else f"{name}/{0 if split == 'train' else split}"
     return [
@@ -152,7 +157,7 @@ def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) 
             f"a prompt may have model.max_context - rollout.max_new_tokens = {room} - {max_new_tokens} = "
             f"{room - max_new_tokens} tokens, got {length} at {origin} ({len(too_long)} such prompts, the longest has "
             f"{max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or remove them with "
-            "data.filter.max_prompt_tokens"
+            "data.max_prompt_tokens"
         )
 
 

@@ -1,17 +1,14 @@
-"""Tasks before they are tokenised: made of rows, and chosen by their columns."""
+"""Tasks before they are tokenised, made of rows."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.config.data import REFERENCES, RESERVED_COLUMNS
-from areal_lite.config.suggestion import suggestion
-from areal_lite.errors import DataError, WireError
+from areal_lite.errors import WireError
 from areal_lite.wire import encode
 
-_log = logging.getLogger(__name__)
 _OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
 """Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""
 
@@ -94,41 +91,3 @@ def make_task(
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
-
-
-def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], *, where: str) -> list[Task]:
-    """Return the tasks whose columns lie in all ranges, ends included; a cell that is empty or no number lies in none.
-
-    Raises:
-        DataError: No task has such a column, or none lies in the ranges.
-    """
-    if not tasks:  # nothing is held out: no column can be missing
-        return []
-    known = sorted({name for task in tasks for name in task.row})
-    for column in ranges:
-        if column not in known:
-            raise DataError(
-                f"{where}.filter.ranges names the column {column!r}, which no row has"
-                + (suggestion(column, known) or f": there are {', '.join(known) or 'no further columns'}")
-            )
-    kept = list(tasks)
-    for column, (low, high) in ranges.items():
-        num_before = len(kept)
-        kept = [task for task in kept if _lies_between(task.row.get(column), low, high)]
-        report_left_out(
-            num_before - len(kept), num_rows=num_before, option=f"{where}.filter.ranges.{column}=[{low:g}, {high:g}]"
-        )
-    return kept
-
-
-def report_left_out(num_left_out: int, *, num_rows: int, option: str) -> None:
-    """Log how many rows a filter left out; a `DataError` where it is all of them."""
-    if not num_left_out:
-        return
-    if num_left_out == num_rows:
-        raise DataError(f"{option} leaves out all {num_rows} rows: widen it")
-    _log.info("%s leaves out %d of %d rows", option, num_left_out, num_rows)
-
-
-def _lies_between(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

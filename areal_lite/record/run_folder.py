@@ -53,7 +53,7 @@ _FREE_ON_RESUME = {
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""
 
-_CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "min_lr_fraction", "max_grad_norm")}
+_CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "max_grad_norm")}
 """Settings that a resume may change only where its command line names them."""
 
 

@@ -166,17 +166,15 @@ def _cause(error: BaseException) -> BaseException:
     return next(iter(failures.values()))[0]
 
 
-def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int, dtype: str) -> None:
+def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int) -> None:
     """Write a Hugging Face folder that transformers and vLLM load; collective, rank 0 writes.
 
     Args:
         folder: Created if missing.
         model: A transformers model, sharded or not. Adapters are merged, and also written to `adapter/`.
-        base_folder: The initial model; the tokenizer is copied from there, chat template included.
-        dtype: Of its parameters; `auto` = the one of `base_folder`.
+        base_folder: The initial model; dtype and tokenizer are taken from there, chat template included.
     """
-    base_dtype = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
-    target = base_dtype if dtype == "auto" else getattr(torch, dtype)
+    target = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
     shards = {name: (value, value.dtype) for name, value in adapter_parameters(model)}
     adapter = gathered(shards, device=device_of(model))
     weights = {name: value.cpu() for name, value in whole_parameters(model, target)}

@@ -169,9 +169,8 @@ class OfflineTrainer:
         )
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
-        dtype = self._config.model.export_dtype
-        export_model(folder, self.learner.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
+        """Write a Hugging Face folder with weights, in the dtype of the initial model, and tokenizer."""
+        export_model(folder, self.learner.model, base_folder=self._model_folder, rank=self._rank)
 
     def _seek(self, version: int) -> None:
         """Continue with the batch that follows so many steps; the order depends on the seed alone."""

@@ -22,6 +22,11 @@ Share = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
 
 logger = logging.getLogger(__name__)
 
+_BETA2 = 0.95
+"""AdamW's decay of the second moment."""
+_LOWEST_SHARE = 0.1
+"""Where the cosine ends, as a share of the peak."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
@@ -53,7 +58,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
             lr=settings.lr,
-            betas=(0.9, settings.beta2),
+            betas=(0.9, _BETA2),
             fused=True,
         )
         # AdamW would make this state on its first step; a checkpoint before that step needs it too.
@@ -111,16 +116,16 @@ def learning_rate(step: int, *, total_steps: int, settings: TrainerConfig) -> fl
     Args:
         step: 0 .. total_steps - 1.
         total_steps: Steps of the whole run; the cosine reaches its end in the last one.
-        settings: `lr` (the peak), `warmup_steps`, `schedule` and `min_lr_fraction`.
+        settings: `lr` (the peak), `warmup_steps` and `schedule`.
 
-    >>> settings = TrainerConfig(lr=1.0, warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
+    >>> settings = TrainerConfig(lr=1.0, warmup_steps=2, schedule="cosine")
     >>> [round(learning_rate(step, total_steps=5, settings=settings), 2) for step in range(5)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
+    [0.5, 1.0, 1.0, 0.55, 0.1]
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
     done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - 1 - settings.warmup_steps))
-    lowest = settings.lr * settings.min_lr_fraction
+    lowest = settings.lr * _LOWEST_SHARE
     return lowest + (settings.lr - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -168,9 +168,8 @@ class Trainer:
         self._kl.restore(saved.get("kl"))
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
-        dtype = self._config.model.export_dtype
-        export_model(folder, self.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
+        """Write a Hugging Face folder with weights, in the dtype of the initial model, and tokenizer."""
+        export_model(folder, self.model, base_folder=self._model_folder, rank=self._rank)
 
     def _count_pass(self, *_: object) -> None:
         self.progress += 1

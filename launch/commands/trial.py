@@ -11,14 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.data import FilterConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import rendered, with_names
 from areal_lite.data.rows import check_columns, read_jsonl
 from areal_lite.data.sources import load_tasks, with_inner
-from areal_lite.data.tasks import Task, in_ranges
+from areal_lite.data.tasks import Task
 from areal_lite.errors import DataError
 from areal_lite.record.paths import find_model_folder
 from areal_lite.types import Prompt
@@ -61,7 +60,7 @@ def with_file(config: Config, path: Path, columns: Mapping[str, Sequence[str]]) 
     there = {name for _, row in rows for name in row}
     found = {kind: next((name for name in names if name in there), names[0]) for kind, names in columns.items()}
     check_columns(path, rows, columns={f"--{kind}-column": name for kind, name in found.items()})
-    own = {"source": "jsonl", "path": str(path), "filter": FilterConfig(), "max_bad_fraction": 0.0, "mix": {}}
+    own = {"source": "jsonl", "path": str(path), "max_bad_fraction": 0.0, "mix": {}}
     own |= {f"{kind}_column": name for kind, name in found.items()}
     return config.model_copy(update={"data": config.data.model_copy(update=own)})
 
@@ -78,7 +77,7 @@ def load_rows(config: Config, *, is_alone: bool = False) -> Rows:
     rows: list[tuple[str, Task]] = []
     for name, source in config.data.sources.items():
         where = config.data.place_of(name)
-        tasks = in_ranges(load_tasks(source, "train", where=where), source.filter.ranges, where=where)
+        tasks = load_tasks(source, "train", where=where)
         if is_alone:
             chosen = ("verifier", "workflow")
             tasks = [replace(task, row={key: task.row[key] for key in task.row if key not in chosen}) for task in tasks]

@@ -99,7 +99,7 @@ class OnlineController(Controller):
         self._hand_over(stamp_ledger=lambda: None)
         self._first_version = self._version
         prompts = chain.from_iterable(self._prompts.values())
-        self._check_parity(prompt_sequences(prompts, self._config.weights.parity_sequences))
+        self._check_parity(prompt_sequences(prompts))
         if not self._recorder.evaluations:
             self._evaluate_now()
 
@@ -131,7 +131,7 @@ class OnlineController(Controller):
         try:
             self._publish(batch_id)
             record["timings"]["publish_s"] = time.monotonic() - trained
-            self._check_parity(stored_sequences(groups, self._config.weights.parity_sequences))
+            self._check_parity(stored_sequences(groups))
             self._evaluations.poll()
         finally:  # the step is trained and will be saved, even if the rest failed
             record["timings"].setdefault("publish_s", time.monotonic() - trained)

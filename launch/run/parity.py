@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 Sequences = Sequence[tuple[list[int], list[int]]]
 """Token ids of prompts and completions."""
+_SEQUENCES = 8
+"""Compared in one check."""
 _COMPARED_AT_FIRST = 3
 """Number of first publications after which parameters are compared; later, as often as log-probabilities."""
 
@@ -142,7 +144,7 @@ class ParityCheck:
                 )
 
 
-def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
+def stored_sequences(groups: Iterable[Group], limit: int = _SEQUENCES) -> list[tuple[list[int], list[int]]]:
     """Return token ids of prompt and completion of the first samples."""
     pairs = [
         (sequence.prompt_ids or group.prompt.token_ids, sequence)
@@ -153,7 +155,7 @@ def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int
     return [(list(prompt), sequence.token_ids.tolist()) for prompt, sequence in pairs[:limit]]
 
 
-def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[int], list[int]]]:
+def prompt_sequences(prompts: Iterable[Prompt], limit: int = _SEQUENCES) -> list[tuple[list[int], list[int]]]:
     """Return sequences to score before there are samples: prompts, with all but the first token as completion."""
     long_enough = (list(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > 1)
     return [(token_ids[:1], token_ids[1:]) for token_ids in islice(long_enough, limit)]

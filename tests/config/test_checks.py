@@ -13,7 +13,7 @@ SFT = ["rlhf_sft", "data.source=jsonl", "data.path=rows.jsonl", "data.carelessne
 PAIRS = [*SFT[1:], "model.path=builtin:arith", "trainer.batch_size=1"]
 FAULTS = {
     "4 of 5 rows broken": ("train", OWN, "4 of 5 rows of {here}/rows.jsonl are broken"),
-    "no prompt is so short": ("train", [*OWN[:1], "data.filter.max_prompt_tokens=3"], "leaves out all 8192 rows"),
+    "no prompt is so short": ("train", [*OWN[:1], "data.max_prompt_tokens=3"], "leaves out all 8192 rows"),
     "no room for the prompt": ("train", [*OWN[:1], "model.max_context=50"], "a prompt may have model.max_context - "),
     "system message": ("train", [*OWN[:1], "data.system=Think"], "data.system is the first message of a chat"),
     "no such model": ("train", [*OWN[:1], "model.path=./none"], "model.path must be a Hugging Face model folder"),

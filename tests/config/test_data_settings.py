@@ -28,7 +28,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"source": "reasoning_gym", "reasoning_gym": {"dataset": "x", "arguments": {"seed": 3}}},
         ["data.reasoning_gym.arguments must leave out seed, got 3", "set data.reasoning_gym.seed"],
     ),
-    ({**FILE, "filter": {"ranges": {"level": [3, 1]}}}, ["data.filter.ranges.level", "[3, 1]", "swap them"]),
     ({**FILE, "columns": {"answer": "level"}}, ["data.columns.answer", "verifier argument", "'level'"]),
     ({**FILE, "columns": {"gold": "answer"}}, ["data.columns.gold=answer is the prompt or the answer"]),
     ({**FILE, "columns": {"a": "c", "b": "c"}}, ["data.columns.b=c is a second name of one column", "beside 'a'"]),
@@ -56,7 +55,7 @@ def test_a_meaningless_combination_is_refused(data: dict[str, Any], words: list[
 @pytest.mark.parametrize(
     "data",
     [
-        {**FILE, "columns": {"b": "a", "a": "b"}, "filter": {"ranges": {"b": [1, 1]}}, "verifier": "exact"},
+        {**FILE, "columns": {"b": "a", "a": "b"}, "verifier": "exact"},
         {
             "mix": {"a": {"weight": 2}, "b-1.x_y": {**GYM, "verifier": "mine"}},
             "curriculum": 0.5,

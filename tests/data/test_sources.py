@@ -191,44 +191,38 @@ def test_an_empty_cell_of_a_column_with_a_meaning_is_none(tmp_path: Path) -> Non
 
 
 def test_filters_leave_rows_out_and_say_how_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The ends of a range are in it, and so is the longest prompt allowed. Seen failing with `<` for `<=`."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"question": "5+5=?", "answer": "10", "level": "hard"}])
+    """The longest prompt allowed is in. Seen failing with `<` for `<=`."""
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with caplog.at_level(logging.INFO):
-        kept = load_one(source_of(path, filter={"ranges": {"level": [1, 3]}, "max_prompt_tokens": 5}))
+        kept = load_one(source_of(path, max_prompt_tokens=5))
     assert texts(kept) == ["1+1=?", "2+2=?"]
     assert [prompt.prompt_id for prompt in kept] == ["train/0/0", "train/0/1"]
     assert [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()] == [
-        "data.filter.ranges.level=[1, 3] leaves out 1 of 4 rows",
-        "data.filter.max_prompt_tokens=5 leaves out 1 of 3 rows",
+        "data.max_prompt_tokens=5 leaves out 1 of 3 rows",
     ]
 
 
 def test_held_out_rows_are_counted_behind_the_filters(tmp_path: Path) -> None:
     """Seen failing with `eval_size` applied before the lengths were known."""
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS[::-1])
-    data = source_of(path, eval_path=str(path), eval_size=1, filter={"max_prompt_tokens": 5})
+    data = source_of(path, eval_path=str(path), eval_size=1, max_prompt_tokens=5)
     assert texts(load_one(data, "eval")) == ["2+2=?"]
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"ranges": {"level": [7, 9]}}, r"data\.filter\.ranges\.level=\[7, 9\] leaves out all 3 rows: widen it"),
-        ({"max_prompt_tokens": 4}, r"data\.filter\.max_prompt_tokens=4 leaves out all 3 rows: widen it"),
-        ({"ranges": {"levl": [1, 2]}}, r"column 'levl', which no row has; did you mean level\?"),
-    ],
-)
-def test_a_filter_that_leaves_nothing_is_an_error(rules: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        load_one(source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), filter=rules))
+def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
+    """Nothing held out stays nothing."""
+    source = source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), max_prompt_tokens=4)
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens=4 leaves out all 3 rows: widen it"):
+        load_one(source)
+    assert load_one(source, "eval") == []
 
 
 def test_a_filter_makes_room_where_prompts_are_too_long(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     sections = {"model": {"max_context": 12}, "rollout": {"max_new_tokens": 6}}
-    with pytest.raises(ConfigError, match=r"got 7 at .*rows\.jsonl:3 .*data\.filter\.max_prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"got 7 at .*rows\.jsonl:3 .*data\.max_prompt_tokens"):
         load_one(source_of(path), **sections)
-    assert len(load_one(source_of(path, filter={"max_prompt_tokens": 6}), **sections)) == 2
+    assert len(load_one(source_of(path, max_prompt_tokens=6), **sections)) == 2
 
 
 # --- verifiers and workflows of rows ---

@@ -18,7 +18,6 @@ def test_an_agent_of_two_branches_trains(tmp_path: Path) -> None:
     rollout = {"workflow": f"{SUPPORT / 'loop_agents.py'}:asks_twice", "max_new_tokens": 12, "turn_timeout_s": 50}
     config = loop_config(
         tmp_path, run={"steps": 3, "dir": str(tmp_path / "run"), "log_samples": 4}, rollout=rollout,
-        weights={"parity_sequences": 16},
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.chat_template = TEMPLATE

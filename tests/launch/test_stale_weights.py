@@ -17,7 +17,6 @@ def test_a_mixture_in_bfloat16_whose_routers_choose_for_themselves_passes(tmp_pa
         run={"steps": 3, "dir": str(tmp_path / "run")},
         model={"compute_dtype": "bfloat16"},
         trainer={"lr": 1e-5},
-        weights={"parity_sequences": 16},
     )
     summary, folder = run_loop(config)
     assert summary["status"] == "done"

@@ -20,7 +20,6 @@ def test_an_environment_trains(tmp_path: Path) -> None:
         data={"source": "verifiers", "path": None, "eval_path": None,
               "arguments": {"env": env, "train_size": 16, "eval_size": 4}},
         rollout={"workflow": "verifiers", "workflow_arguments": {"env": env}, "turn_timeout_s": 50},
-        weights={"parity_sequences": 16},
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.chat_template = TEMPLATE

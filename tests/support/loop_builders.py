@@ -46,7 +46,7 @@ def loop_config(folder: Path, *, run: dict[str, Any], **sections: dict[str, Any]
         "queue": {"max_staleness": 2, "groups_per_step": 4, "samples_per_group": 4, "lease_timeout_s": 5},
         "verifier": {"function": f"{SUPPORT / 'loop_verifiers.py'}:digit_share"},
         "trainer": {"minibatches": 2, "lr": 1e-3},
-        "weights": {"timeout_s": 60, "parity_every": 1, "parity_sequences": 4},
+        "weights": {"timeout_s": 60, "parity_every": 1},
     }
     for name, section in sections.items():
         raw[name] = raw.get(name, {}) | section

@@ -28,13 +28,13 @@ PPO: dict[str, Any] = {"objective": {"preset": "ppo"}, "critic": {"lr": 1e-3}}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "4": {
         "spread": PPO,
-        "copies": {**PPO, "trainer": {"mesh": {"replicate": 2, "shard": 2}, "ranks": 4}},
+        "copies": {**PPO, "trainer": {"mesh": {"replicate": 2}, "ranks": 4}},
         "adapters, packed": {
             "trainer": {"mesh": {"replicate": 2}, "ranks": 4, "lora": {"rank": 4}, "packing": True}
         },
     },
     "4, two by two": {
-        "split and spread": {**PPO, "trainer": {"mesh": {"shard": 2, "tensor": 2}, "ranks": 4, "offload": True}},
+        "split and spread": {**PPO, "trainer": {"mesh": {"tensor": 2}, "ranks": 4, "offload": True}},
         "split copies": {"trainer": {"mesh": {"replicate": 2, "tensor": 2}, "ranks": 4}},
     },
     "4, halves of rows": {

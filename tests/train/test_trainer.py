@@ -249,8 +249,8 @@ def test_scores_are_logprobs_at_temperature_one(model_folder: str, rows: list[Ro
     [
         ({"lr": 2.0}, [2.0, 2.0, 2.0, 2.0]),
         ({"lr": 2.0, "warmup_steps": 4}, [0.5, 1.0, 1.5, 2.0]),
-        ({"lr": 2.0, "schedule": "cosine", "min_lr_fraction": 0.5}, [2.0, 1.75, 1.25, 1.0]),
-        ({"lr": 2.0, "schedule": "cosine", "warmup_steps": 1, "min_lr_fraction": 0.0}, [2.0, 2.0, 1.0, 0.0]),
+        ({"lr": 2.0, "schedule": "cosine"}, [2.0, 1.55, 0.65, 0.2]),
+        ({"lr": 2.0, "schedule": "cosine", "warmup_steps": 1}, [2.0, 2.0, 1.1, 0.2]),
     ],
 )
 def test_learning_rate(settings: dict[str, Any], expected: list[float]) -> None:
