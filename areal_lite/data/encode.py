@@ -74,12 +74,6 @@ def decoder(tokenizer: Tokenizer, folder: str | Path, *, skip_special_tokens: bo
     return text_of
 
 
-def check_tokenizer_files(folder: Path) -> None:
-    """Raise a `ConfigError` where a model's folder has nothing that could be a tokenizer; none is loaded."""
-    if not any(any(folder.glob(name)) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")):
-        raise _no_tokenizer(folder, "none")
-
-
 def _no_tokenizer(folder: str | Path, found: str) -> ConfigError:
     return ConfigError(
         f"a model folder must hold its tokenizer (tokenizer.json, or what goes in its place), got {found} in {folder}: "

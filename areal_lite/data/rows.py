@@ -7,9 +7,8 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +54,11 @@ class RowReader:
             held_out = None if data.eval_path is None else Path(data.eval_path)
             if split == "train" and path == held_out and path.is_file():
                 _log.warning("data.eval_path is data.path, %s: the rows that evaluate the model train it", path)
-            return None if is_shared else (path, *read_file(data.source, path, split=split, held_out=held_out))
+            if is_shared:
+                return None
+            if data.source == "jsonl":
+                return path, *read_jsonl(path)
+            return path, list(enumerate(_parquet_rows(path, split, held_out))), []
         splits = self._splits(path, isinstance(data, SourceConfig))
         is_only = len(splits) == 1 and split == "eval" and not is_shared
         wanted = ("train",) if split == "train" else tuple(splits) if is_only else _HELD_OUT_SPLITS
@@ -69,23 +72,7 @@ class RowReader:
         return path, list(enumerate(rows)), []
 
 
-def read_file(
-    source: str, path: Path, *, split: Split = "train", held_out: Path | None = None, limit: int | None = None
-) -> tuple[Rows, Problems]:
-    """Read a JSONL file (`source` jsonl) or Parquet files, up to so many lines or rows from the start.
-
-    Args:
-        split: Of a folder whose files have names such as `test-0.parquet` beside others, which ones to read.
-        held_out: A file or folder to leave out when the training rows are read.
-    """
-    if source == "jsonl":
-        return read_jsonl(path, limit=limit)
-    if not (rows := list(enumerate(islice(_parquet_rows(path, split, held_out), limit)))):
-        raise DataError(f"{path} holds no rows")
-    return rows, []
-
-
-def read_jsonl(path: Path, *, limit: int | None = None) -> tuple[Rows, Problems]:
+def read_jsonl(path: Path) -> tuple[Rows, Problems]:
     """Split a file into rows and problems, each with its line number (from 1); a `DataError` where nothing is there."""
     if not path.is_file():
         raise DataError(
@@ -93,7 +80,7 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> tuple[Rows, Problems]
         )
     rows, problems = [], []
     with path.open("rb") as file:
-        for line, raw in enumerate(islice(file, limit), start=1):
+        for line, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
             try:
@@ -108,8 +95,12 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> tuple[Rows, Problems]
     return rows, problems
 
 
-def _parquet_rows(path: Path, split: Split, held_out: Path | None) -> Iterator[dict[str, Any]]:
-    """Read a file, or a split's files below a folder in the order of their names."""
+def _parquet_rows(path: Path, split: Split, held_out: Path | None) -> list[dict[str, Any]]:
+    """Read a file, or a split's files below a folder in the order of their names.
+
+    Of a folder whose files have names such as `test-0.parquet` beside others, these are held out, and so is what lies
+    in the file or folder `held_out`.
+    """
     from pyarrow.parquet import ParquetFile
 
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -130,12 +121,15 @@ def _parquet_rows(path: Path, split: Split, held_out: Path | None) -> Iterator[d
             f"data.source=parquet needs a Parquet file, or a folder of *.parquet files, there is none at "
             f"{path.absolute()}: correct data.path or data.eval_path"
         )
+    rows: list[dict[str, Any]] = []
     for file in files:
         try:
-            for batch in ParquetFile(file).iter_batches(1024):
-                yield from batch.to_pylist()
+            rows += ParquetFile(file).read().to_pylist()
         except Exception as error:  # pyarrow's own, and what Python's dates and time zones cannot be
             raise DataError(f"{file} is not readable as Parquet: {error}") from error
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
 
 
 def _load_dataset(path: Path, may_be_hub_id: bool) -> dict[str, Any]:

@@ -9,14 +9,12 @@ from areal_lite.config.data import SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_rows
-from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each, read_file
+from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
-from areal_lite.errors import ArealLiteError, DataError, PluginError
+from areal_lite.errors import ArealLiteError, PluginError
 
 FILE_SOURCES = ("jsonl", "parquet", "dataset")
 """Kinds that read rows from files; the others make their tasks, and may show how they are done."""
-_FIRST = 100
-"""Rows of a file that are looked at before all are read."""
 
 
 def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
@@ -54,29 +52,6 @@ def _plugin_rows(source: SourceConfig, split: Split, *, where: str) -> list[dict
             f"{where}.source={source.source} must return rows of the split {split!r}, called with the arguments "
             f"{source.arguments}; it raised {type(error).__name__}: {error}"
         ) from error
-
-
-def look_at_files(source: SourceConfig, *, where: str) -> Iterable[str]:
-    """Look for the named columns in the first rows of JSONL and Parquet files; yields what is not looked at.
-
-    Raises:
-        DataError: A file cannot be read, or its first rows lack a column.
-    """
-    if source.source not in (*FILE_SOURCES, "arith", "reasoning_gym"):
-        yield f"{where}.source={source.source} is not called"
-    for key in ("path", "eval_path"):
-        if (path := getattr(source, key)) is None:
-            continue
-        if source.source == "dataset":
-            yield f"{where}.{key}={path} is not looked into"
-        elif not Path(path).exists():
-            yield f"there is no {where}.{key}={path} here"
-        else:
-            rows, problems = read_file(source.source, Path(path), limit=_FIRST)
-            if not rows:
-                line, problem = problems[0]
-                raise DataError(f"{path}:{line} must be a JSON object, {problem}: a JSONL file has one on each line")
-            with_columns(rows, f"{path} (its first {len(rows)} rows)", source, where=where)
 
 
 def _tasks(name: Path | str, rows: Rows, problems: Problems, source: SourceConfig, *, where: str) -> list[Task]:
