@@ -21,7 +21,7 @@ RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES, CH
 
 _PATHS = {
     "jsonl": "the path of a JSONL file",
-    "parquet": "the path of a Parquet file, or of a folder of them",
+    "parquet": "the path of a Parquet file",
     "dataset": "the path of a datasets folder, or a hub id",
 }
 """What `path` is, of the kinds that have one."""
@@ -84,7 +84,7 @@ class SourceConfig(Section):
     """One source of prompts."""
 
     source: str = "arith"
-    """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
+    """jsonl, parquet = a file; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
     arguments: dict[str, Any] = {}
     """arguments of the function that source names, e.g. {seed: 1}"""
     path: Annotated[str | None, Refers.FILE] = None

@@ -1,11 +1,10 @@
-"""Raw rows: a JSONL file, Parquet files, a folder of the `datasets` library, or one of its hub ids.
+"""Raw rows: a JSONL or Parquet file, a folder of the `datasets` library, or one of its hub ids.
 
 Nothing is cached but what `datasets` fetched from the hub, in its own cache.
 """
 
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -29,8 +28,6 @@ Problems = list[tuple[int, str]]
 """What is wrong with the rows that cannot be read, by the same numbers."""
 
 _HELD_OUT_SPLITS = ("validation", "eval", "test")
-_HELD_OUT_FILE = re.compile(r"(?:^|[/._-])(?:test|valid(?:ation)?|val|dev|eval)(?:[/._-]|$)")
-"""What marks a file, by its name or its folder's, in the layout of the hub."""
 
 
 class RowReader:
@@ -51,14 +48,11 @@ class RowReader:
         is_shared = split == "eval" and data.eval_path is None
         path = Path(str(data.path if split == "train" or is_shared else data.eval_path))
         if data.source != "dataset":
-            held_out = None if data.eval_path is None else Path(data.eval_path)
-            if split == "train" and path == held_out and path.is_file():
+            if split == "train" and data.path == data.eval_path:
                 _log.warning("data.eval_path is data.path, %s: the rows that evaluate the model train it", path)
             if is_shared:
                 return None
-            if data.source == "jsonl":
-                return path, *read_jsonl(path)
-            return path, list(enumerate(_parquet_rows(path, split, held_out))), []
+            return (path, *read_jsonl(path)) if data.source == "jsonl" else (path, read_parquet(path), [])
         splits = self._splits(path, isinstance(data, SourceConfig))
         is_only = len(splits) == 1 and split == "eval" and not is_shared
         wanted = ("train",) if split == "train" else tuple(splits) if is_only else _HELD_OUT_SPLITS
@@ -95,41 +89,22 @@ def read_jsonl(path: Path) -> tuple[Rows, Problems]:
     return rows, problems
 
 
-def _parquet_rows(path: Path, split: Split, held_out: Path | None) -> list[dict[str, Any]]:
-    """Read a file, or a split's files below a folder in the order of their names.
-
-    Of a folder whose files have names such as `test-0.parquet` beside others, these are held out, and so is what lies
-    in the file or folder `held_out`.
-    """
+def read_parquet(path: Path) -> Rows:
+    """Read a Parquet file; a `DataError` where there is none, or it holds nothing."""
     from pyarrow.parquet import ParquetFile
 
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    if path.is_dir():
-        marked = [file for file in files if _HELD_OUT_FILE.search(str(file.relative_to(path).with_suffix("")).lower())]
-        if split == "eval":
-            files = marked or files
-        else:
-            if held_out is not None and held_out != path:
-                marked += [file for file in files if file.resolve().is_relative_to(held_out.resolve())]
-            if files and not {*files} - {*marked}:
-                raise DataError(
-                    f"{path} holds held-out files alone, such as {files[0].name}: name a file, or another folder"
-                )
-            files = [file for file in files if file not in marked]
-    if not files or not files[0].is_file():
+    if not path.is_file():
         raise DataError(
-            f"data.source=parquet needs a Parquet file, or a folder of *.parquet files, there is none at "
-            f"{path.absolute()}: correct data.path or data.eval_path"
+            f"data.source=parquet needs a Parquet file, there is none at {path.absolute()}: correct data.path or "
+            "data.eval_path, or set data.source=dataset for a folder"
         )
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        try:
-            rows += ParquetFile(file).read().to_pylist()
-        except Exception as error:  # pyarrow's own, and what Python's dates and time zones cannot be
-            raise DataError(f"{file} is not readable as Parquet: {error}") from error
+    try:
+        rows = ParquetFile(path).read().to_pylist()
+    except Exception as error:  # pyarrow's own, and what Python's dates and time zones cannot be
+        raise DataError(f"{path} is not readable as Parquet: {error}") from error
     if not rows:
         raise DataError(f"{path} holds no rows")
-    return rows
+    return list(enumerate(rows))
 
 
 def _load_dataset(path: Path, may_be_hub_id: bool) -> dict[str, Any]:

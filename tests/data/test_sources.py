@@ -43,7 +43,7 @@ def test_all_kinds_of_files_give_the_same_prompts(tmp_path: Path) -> None:
     sources = [
         source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS)),
         source_of(write_parquet(tmp_path / "rows.parquet")),
-        {"source": "parquet", "path": str(tmp_path / "parts")},
+        {"source": "dataset", "path": str(tmp_path / "parts")},
         source_of(write_folder(tmp_path / "saved", train=ROWS)),
         source_of(write_parquet(tmp_path / "files" / "train.parquet").parent),
     ]
@@ -70,23 +70,18 @@ def test_held_out_rows_come_from_their_own_path_or_a_datasets_own_split(tmp_path
 def test_of_a_folder_of_parquet_files_the_held_out_ones_train_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The hub's layout, folders by split, and a file named by eval_path. Seen failing with all files read."""
+    """The hub's layout, and folders by split; a single file is read whole. Seen failing with all files read."""
     hub = write_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet", ROWS[:2]).parent
-    test = write_parquet(hub / "test-00000-of-00001.parquet", ROWS[2:])
-    assert texts(load_one(source_of(hub))) == ["1+1=?", "2+2=?"]
-    for held_out in (hub, test):
-        both = {"source": "parquet", "path": str(hub), "eval_path": str(held_out), "eval_size": 9}
-        assert texts(load_one(both)) == ["1+1=?", "2+2=?"]
-        assert texts(load_one(both, "eval")) == ["13+29=?"]
-    folders = write_parquet(tmp_path / "by" / "train" / "0.parquet", ROWS[:1]).parents[1]
-    write_parquet(folders / "validation" / "0.parquet", ROWS[1:])
-    assert texts(load_one(source_of(folders))) == ["1+1=?"]
-    named = write_parquet(tmp_path / "named" / "a.parquet", ROWS[:1]).parent
-    exam = write_parquet(named / "exam.parquet", ROWS[1:])
-    assert texts(load_one({"source": "parquet", "path": str(named), "eval_path": str(exam)})) == ["1+1=?"]
-    with pytest.raises(DataError, match=r"holds held-out files alone, such as 0\.parquet"):
-        load_one({"source": "parquet", "path": str(folders), "eval_path": str(folders / "train")})
-    assert texts(load_one({"source": "parquet", "path": str(exam), "eval_path": str(exam)})) == ["2+2=?", "13+29=?"]
+    write_parquet(hub / "test-00000-of-00001.parquet", ROWS[2:])
+    folders = write_parquet(tmp_path / "by" / "train" / "0.parquet", ROWS[:2]).parents[1]
+    write_parquet(folders / "validation" / "0.parquet", ROWS[2:])
+    for folder in (hub, folders):
+        assert texts(load_one(source_of(folder))) == ["1+1=?", "2+2=?"]
+        assert texts(load_one(source_of(folder), "eval")) == ["13+29=?"]
+    with pytest.raises(DataError, match=r"needs a Parquet file, there is none at .*hub: .*data\.source=dataset"):
+        load_one({"source": "parquet", "path": str(hub)})
+    exam = str(write_parquet(tmp_path / "exam.parquet", ROWS[1:]))
+    assert texts(load_one({"source": "parquet", "path": exam, "eval_path": exam})) == ["2+2=?", "13+29=?"]
     assert "the rows that evaluate the model train it" in caplog.text
 
 
