@@ -16,7 +16,7 @@ from areal_lite.weights.handover import hand_over
 
 T = TypeVar("T")
 
-_CALL_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 300.0
 
 
