@@ -312,9 +312,7 @@ class Cluster:
         for name, error in failed.items():
             if isinstance(error, EngineError):
                 self.engines.drop(name, str(error))
-            elif has_died(error):
-                logger.warning("%s did not report", name)
-            else:
+            elif not has_died(error):
                 raise error
         self.replace_silent(self._config.run.stall_timeout_s)
         return [event for events, _ in reports.values() for event in events], {
@@ -362,7 +360,6 @@ class Cluster:
             self.engines.drop(name, reason)
 
     def _note_lost(self, name: str, reason: str) -> None:
-        logger.warning("worker %s was lost: %s", name, reason)
         self._serving.pending.pop(name, None)
         self.restarts.lost(name, reason)
         self.queue.forget(worker=name)  # last, as it raises if the queue died too
