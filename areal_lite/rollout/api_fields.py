@@ -146,7 +146,8 @@ FIELDS = {
     "responses": Fields(
         honoured=_names("input instructions model max_output_tokens stop stream tools parallel_tool_calls"),
         ignored=_names(
-            f"{_BESIDE} {_CACHE} include max_tool_calls reasoning seed stream_options text.verbosity top_logprobs"
+            f"{_BESIDE} {_CACHE} client_metadata include max_tool_calls reasoning seed stream_options text.verbosity "
+            "top_logprobs"
         ),
         constraints={**_POLICY, **_CHOICE, "text.format": ({"type": "text"},)},
         refused={

@@ -182,7 +182,7 @@ def _read_response(body: Body) -> Asked:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
-    hosted = {tool.get("type") for tool in body.get("tools") or ()} - {"function"}
+    hosted = {tool.get("type") for tool in body.get("tools") or ()} - {"function", "namespace"}
     if hosted:
         names = ", ".join(sorted(map(str, hosted)))
         raise ValueError(f"tools must be functions of the agent's own, got tools of type {names}. Fix: leave them out")
@@ -198,7 +198,7 @@ def _read_response(body: Body) -> Asked:
 
 
 def _write_response(name: str, body: Body, calls: Calls) -> dict[str, Any]:
-    return _response(name, body, calls, _item_events(calls))
+    return _response(name, body, calls, _item_events(body, calls))
 
 
 def _response_opening(name: str, body: Body, placed: Placed) -> list[str]:
@@ -207,23 +207,25 @@ def _response_opening(name: str, body: Body, placed: Placed) -> list[str]:
 
 
 async def _response_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
-    events = _item_events(calls)
+    events = _item_events(body, calls)
     response = _response(name, body, calls, events)
     last = {"type": f"response.{response['status']}", "response": response}
     for number, event in enumerate([*events, last], start=1):
         yield _event({**event, "sequence_number": number})
 
 
-def _item_events(calls: Calls) -> list[dict[str, Any]]:
+def _item_events(body: Body, calls: Calls) -> list[dict[str, Any]]:
     """Return the events that stream a response's items: reasoning, message, tool calls."""
     from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEventProcessor, split_delta
 
     (answer,) = [call.answer for call in calls]
     tools = [{"index": at, **one} for at, one in enumerate(answer.get("tool_calls", ()))]
     reasoning, content = answer.get("reasoning_content"), answer["content"] or None
     delta = DeltaMessage(reasoning=reasoning, content=content, tool_calls=tools)
-    processor, events = SimpleStreamingEventProcessor(), list[Any]()
+    known = ResponsesRequest(input="", tools=body.get("tools") or []).tools  # a call names its tool's namespace
+    processor, events = SimpleStreamingEventProcessor(tools=known), list[Any]()
     for part in split_delta(delta) if reasoning or content or tools else ():
         events += processor.close_current() + processor.open(*processor.resolve_target_state(part))
         events += processor.emit_delta(part, None)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -130,6 +131,24 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
         return 1.0
 
     check_calls(*trained(agent, SAID, **HERMES))
+
+
+def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
+    """As Codex groups its own. Seen failing: refused as a tool that is not the agent's."""
+    group = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [
+        {"type": "function", **ADD["function"]}]}  # fmt: skip
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        ask = partial(llm.client.responses.create, model="m", tools=[group])
+        (use,) = (await ask(input=[user("1+2?")])).output
+        assert (use.namespace, use.name) == ("sums", "add")
+        result = {"type": "function_call_output", "call_id": use.call_id, "output": "3"}
+        await ask(input=[user("1+2?"), use.model_dump(exclude_none=True), result])
+        return 1.0
+
+    sample, speaker = trained(agent, [CALL.replace("add", "sums__add"), "it is 3"], **HERMES)
+    assert sample.branches == ()
+    assert '"name": "sums__add"' in speaker.tokenizer.decode(speaker.contexts[0])
 
 
 def test_an_empty_response_is_a_message() -> None:

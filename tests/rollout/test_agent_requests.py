@@ -160,6 +160,7 @@ def test_what_is_in_no_table_or_refused_there_is_a_400_that_names_it(api: str, f
         ("chat/completions", {"reasoning_effort": "low", "seed": 3, "logprobs": True, "store": True}),
         ("chat/completions", {"top_p": 1, "chat_template_kwargs": {}, "no_such_field": None}),
         ("responses", {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "store": False}),
+        ("responses", {"client_metadata": {"session_id": "x"}}),
         ("completions", {"seed": 3, "logprobs": 2, "user": "x"}),
     ],
 )

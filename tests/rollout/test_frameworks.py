@@ -1,13 +1,14 @@
 """Clients of agent frameworks, as they are, against the endpoint; what they did goes into docs/agents.md.
 
-`pytest -m frameworks` installs the newest packages from PyPI and npm into a temporary folder (about 3 GB), and takes
-ten minutes; node is needed for the clients in JavaScript.
+`pytest -m frameworks` installs the newest packages from PyPI and npm into a temporary folder (about 5 GB), and takes
+ten minutes; the clients in JavaScript need npm.
 """
 
 import asyncio
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,13 +22,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal_lite.config.sections import RolloutConfig
+from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 
 HERE = Path(__file__).parents[1] / "support" / "frameworks"
 DOCS = Path(__file__).parents[2] / "docs"
-PATIENCE_S = 300
+PATIENCE_S = 900
 
 CLIENTS = {
     "openai_chat": ["openai"],
@@ -59,6 +61,13 @@ NODE = {
     "ai_chat": ["ai", "@ai-sdk/openai"],
     "ai_responses": ["ai", "@ai-sdk/openai"],
 }
+PROGRAMS = {
+    "claude_code": ["@anthropic-ai/claude-code"],
+    "codex": ["@openai/codex"],
+    "opencode": ["opencode-ai"],
+    "qwen_code": ["@qwen-code/qwen-code"],
+}
+"""Agents of the command line, one turn at a time."""
 
 
 def byte_tokenizer() -> Any:
@@ -81,17 +90,14 @@ def said(text: str) -> str:
 def played(command: list[str], *, serve_unconstrained: bool = False) -> dict[str, Any]:
     """Run a client as an agent; return what it prints, with the number of its ways."""
 
-    def agent(task: Mapping[str, Any], llm: Any) -> float:
-        own = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key}
-        own |= {"ANTHROPIC_BASE_URL": llm.anthropic_base_url, "ANTHROPIC_API_KEY": llm.api_key}
-        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=PATIENCE_S)
-        lines = done.stdout.strip().split("\n")
-        assert lines[-1].startswith("{"), done.stderr[-2000:]
-        result.update(json.loads(lines[-1]))
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        async with asyncio.timeout(PATIENCE_S):
+            memory_mb = rollout.command_memory_mb
+            result.update(await run_command({}, llm, command=shlex.join(command), memory_mb=memory_mb))
         return 1.0
 
     async def scenario() -> Any:
-        endpoint = Endpoint(RolloutConfig(tool_parser="hermes", serve_unconstrained=serve_unconstrained))
+        endpoint = Endpoint(rollout)
         workflows = Workflows(
             default="own",
             loaded={"own": (agent, {})},
@@ -106,6 +112,7 @@ def played(command: list[str], *, serve_unconstrained: bool = False) -> dict[str
         finally:
             await endpoint.close()
 
+    rollout = RolloutConfig(tool_parser="hermes", serve_unconstrained=serve_unconstrained)
     result: dict[str, Any] = {}
     engine = Speaker(said, tokenizer=byte_tokenizer())
     sample, unconstrained = asyncio.run(scenario())
@@ -118,7 +125,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("frameworks")
 
     def run(*words: str) -> None:
-        environment = os.environ | {"UV_NATIVE_TLS": "1", "VIRTUAL_ENV": ""}
+        path = f"{folder}/node_modules/.bin:{os.environ['PATH']}"  # npm chooses packages by the version of its node
+        environment = os.environ | {"UV_NATIVE_TLS": "1", "VIRTUAL_ENV": "", "PATH": path}
         subprocess.run(words, check=True, cwd=folder, env=environment, timeout=1800)
 
     run(sys.executable, "-m", "venv", "uv")
@@ -127,15 +135,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, packages in {"together": [*together, *UNDECLARED], **{name: CLIENTS[name] for name in ALONE}}.items():
         run("uv/bin/uv", "venv", "-q", "--python", sys.executable, name)
         run("uv/bin/uv", "pip", "install", "-q", "--python", f"{name}/bin/python", *packages)
-    run(
-        "npm",
-        "install",
-        "--silent",
-        "--prefix",
-        ".",
-        *{package for packages in NODE.values() for package in packages},
-        "zod",
-    )
+    install = ("npm", "install", "--silent", "--prefix", ".")
+    run(*install, "node@22")
+    run(*install, *{package for packages in (NODE | PROGRAMS).values() for package in packages}, "zod")
     return folder
 
 
@@ -144,13 +146,13 @@ def rows() -> Iterator[list[dict[str, Any]]]:
     """What clients did, in order; goes into the documentation in the end."""
     rows: list[dict[str, Any]] = []
     yield rows
-    if len(rows) == len(CLIENTS) + len(NODE):
+    if len(rows) == len(CLIENTS | NODE | PROGRAMS):
         (DOCS / "frameworks.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         subprocess.run([sys.executable, DOCS / "tables.py"], check=True)
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("name", [*CLIENTS, *NODE])
+@pytest.mark.parametrize("name", [*CLIENTS, *NODE, *PROGRAMS])
 def test_a_client_works_as_it_is(
     name: str, folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +162,9 @@ def test_a_client_works_as_it_is(
     """
     monkeypatch.chdir(folder)
     if name in NODE:
-        names, command = NODE[name], ["node", str(HERE / "clients.mjs"), name]
+        names, command = NODE[name], ["node_modules/.bin/node", str(HERE / "clients.mjs"), name]
+    elif name in PROGRAMS:
+        names, command = PROGRAMS[name], [sys.executable, str(HERE / "clients.py"), name]
     else:
         python = folder / (name if name in ALONE else "together") / "bin" / "python"
         names, command = [one.partition("[")[0] for one in CLIENTS[name]], [str(python), str(HERE / "clients.py"), name]

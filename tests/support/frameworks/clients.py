@@ -1,16 +1,19 @@
 """Frameworks' clients as users write them; `python clients.py NAME structured|other PACKAGE ...` prints what one did.
 
-They find the endpoint in the environment, and run where their packages are. The model does as the last text says that
-it reads: `SAY<<...>>`. The docstring of a client is what docs/agents.md shows: what to write for it.
+They find the endpoint in the environment, and run in the folder of their packages. The model does as the last text
+says that it reads: `SAY<<...>>`. The docstring of a client is what docs/agents.md shows: what to write for it.
 """
 
 import asyncio
 import json
 import os
+import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 URL, KEY = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "")
@@ -20,6 +23,7 @@ WORDS = {"plain": "hello", "stream": "hello", "tools": "it is 3", "structured": 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
 LONG = "a " * 200_000
+NODE = Path("node_modules").absolute()
 Checks = dict[str, Callable[[], Any]]
 
 
@@ -390,11 +394,61 @@ def qwen_agent() -> Checks:
     return {"stream": lambda: run(PLAIN), "tools": lambda: run(TOOLS) + run(TOOLS, use_raw_api=True)}
 
 
+def turns(program: str, tool: str, /, *, environment: dict[str, str] | None = None, **arguments: Any) -> Checks:
+    """Turns of a command-line agent, each with a home and working folder of its own, which has the file `note`."""
+
+    def run(text: str) -> str:
+        home = tempfile.mkdtemp()
+        Path(home, "note").write_text("SAY<<it is 3>>")
+        own = {"HOME": home, "PATH": f"{NODE / '.bin'}:{os.environ['PATH']}", **(environment or {})}
+        options: Any = {"env": os.environ | own, "cwd": home, "capture_output": True, "text": True}
+        done = subprocess.run(program, shell=True, input=text, timeout=400, **options)
+        return done.stdout if done.returncode == 0 else done.stderr[-300:]
+
+    call = json.dumps({"name": tool, "arguments": arguments})
+    return {"stream": lambda: run(PLAIN), "tools": lambda: run(f"SAY<<so <tool_call>{call}</tool_call>>>")}
+
+
+def claude_code() -> Checks:
+    """`claude -p --model policy --allowedTools=Bash`"""
+    return turns("claude -p --model policy --allowedTools=Bash", "Bash", command="cat note", description="Read.")
+
+
+def codex() -> Checks:
+    """`codex exec -m policy -c web_search=disabled -c model_provider=own -c 'model_providers.own={base_url=...}' -`"""
+    provider = f'{{name="own", base_url="{URL}", env_key="OPENAI_API_KEY"}}'
+    command = "codex exec -m policy -c web_search=disabled -c model_provider=own -c "
+    command += shlex.quote(f"model_providers.own={provider}")
+    command += " --sandbox danger-full-access --skip-git-repo-check -"
+    return turns(command, "exec_command", cmd="cat note")
+
+
+def opencode() -> Checks:
+    """`opencode run -m own/policy`; `own` is an `@ai-sdk/openai-compatible` provider in `OPENCODE_CONFIG_CONTENT`"""
+    options = {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"}
+    own = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": {}}}
+    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps({"provider": {"own": own}})}
+    command = "opencode run -m own/policy"
+    return turns(command, "bash", environment=environment, command="cat note", description="Read.")
+
+
+def qwen_code() -> Checks:
+    """`qwen --auth-type openai --yolo`"""
+    words = {"command": "cat note", "is_background": False, "description": "Read."}
+    return turns("qwen --auth-type openai --yolo", "run_shell_command", **words)
+
+
+def installed(package: str) -> str:
+    """Return a package's version, of Python or else of npm."""
+    manifest = NODE / package / "package.json"
+    return str(json.loads(manifest.read_text())["version"]) if manifest.exists() else version(package)
+
+
 def main(name: str, is_structured: bool, packages: list[str]) -> None:
     """Run a client's checks: those of structured output, or the others."""
     made = globals()[name]
     checks = {name: check for name, check in made().items() if (name == "structured") == is_structured}
-    result: dict[str, Any] = {"write": made.__doc__, "versions": {package: version(package) for package in packages}}
+    result: dict[str, Any] = {"write": made.__doc__, "versions": {package: installed(package) for package in packages}}
     for check, run in checks.items():
         try:
             answer = run()
