@@ -16,7 +16,7 @@ from areal_lite.record.report.overview import answers
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.rewards import reward_charts
 from areal_lite.record.report.timeline import timeline
-from areal_lite.record.report.times import failure_table, lane_shares, verifier_charts
+from areal_lite.record.report.times import failure_table, lane_shares, mean_shares, verifier_charts
 from areal_lite.record.run_folder import changed
 
 
@@ -139,7 +139,9 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
 
     def cards(path: Path) -> dict[str, tuple[str, list[str]]]:
         run = RunFiles(path)
-        return {one.question: (one.answer, list(one.lines)) for one in answers(run, lane_shares(run.events))}
+        return {
+            one.question: (one.answer, list(one.lines)) for one in answers(run, mean_shares(lane_shares(run.events)))
+        }
 
     found = cards(path)
     assert found["Did it learn?"][0] == "not shown"
@@ -149,7 +151,10 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
         ["95 % interval of the change of +0.500", "4 held-out rows in pairs", "2 better, 0 worse"],
     )
     assert found["Is it healthy?"][:1] == ("yes",)
-    assert found["What limits it?"] == ("training", ["trainer: 70% training, 10% waiting", "generators: 0% idle"])
+    assert found["What limits it?"] == (
+        "training",
+        ["trainer: 70% training, 20% publishing, 10% waiting", "generators: 90% generating, 10% paused"],
+    )
     assert found["What did it cost?"][0] == "0:01:19"
     assert found["What did it cost?"][1][0] == "12 steps, 1,536 samples"
     rows = [row | {"rewards": {str(n): float(row["step"] > 0) for n in range(4)}} if row["kind"] == "eval" else row

@@ -19,7 +19,6 @@ _WAITING = {
     "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
     "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
 }  # fmt: skip
-_ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 
 def _line(run: RunFiles, key: str, *, name: str = "", within: str = "") -> Line:
@@ -128,12 +127,10 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
     return {age: total[age] for age in sorted(total, key=lambda age: int(age) if age.isdigit() else -1)}
 
 
-def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
-    """Draw the groups in progress, and the groups that ended."""
+def ledger_chart(run: RunFiles) -> Chart | None:
+    """Draw the groups in progress."""
     in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
-    ended = [curve for state in _ENDED if any((curve := _line(run, state, within="ledger")).y)]
-    yield stacked("groups in progress", in_flight, x=STEPS, y="groups")
-    yield lines("groups that ended", ended, x=STEPS, y="groups so far", legend=True, rangemode="tozero")
+    return stacked("groups in progress", in_flight, x=STEPS, y="groups")
 
 
 def step_times(run: RunFiles) -> Chart | None:

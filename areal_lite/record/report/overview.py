@@ -20,7 +20,7 @@ _FALLING = ("loss",)
 """Held-out figures that are better when lower."""
 
 Shares = dict[str, dict[str, float]]
-"""Each lane's share of time by state."""
+"""Share of time by state, of the trainer and of all generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +121,17 @@ def _limit(run: RunFiles, shares: Shares) -> Answer:
     """Name the side that the other one waits for, and how many groups have something to learn from."""
     if not shares:
         return Answer("What limits it?", "", [])
-    trainer, workers = shares["trainer"], [spent for lane, spent in shares.items() if lane != "trainer"]
-    waits = trainer.get("waiting", 0.0)
-    idle = fmean(one.get("idle", 0.0) for one in workers) if workers else 0.0
+    waits, idle = shares["trainer"].get("waiting", 0.0), shares.get("generators", {}).get("idle", 0.0)
     limit = "training"
-    if waits > _LIMITED and waits > idle:
-        stages = [
-            [numbers(row.get("ledger")).get(state, 0.0) for row in run.metrics]
-            for state in ("leased_rollout", "leased_verify", "generated")
-        ]
-        generating, *verifying = map(sum, stages)
+    if waits > max(_LIMITED, idle):
+        states = ("leased_rollout", "leased_verify", "generated")
+        ledgers = [numbers(row.get("ledger")) for row in run.metrics]
+        generating, *verifying = (sum(ledger.get(state, 0.0) for ledger in ledgers) for state in states)
         limit = "verification" if sum(verifying) > generating else "generation"
-    lines = [
-        f"trainer: {trainer.get('training', 0.0):.0%} training, {waits:.0%} waiting",
-        f"generators: {idle:.0%} idle",
-    ]
+    lines = list[str]()
+    for lane, spent in reversed(shares.items()):
+        parts = (f"{spent[state]:.0%} {state}" for state in sorted(spent, key=lambda state: -spent[state]))
+        lines.append(f"{lane}: {', '.join(parts)}")
     varied = [value for row in run.metrics[-_LAST:] if (value := number(row.get("varied_groups_fraction"))) is not None]
     if varied:
         lines.append(f"{fmean(varied):.0%} of groups teach: their rewards differ")

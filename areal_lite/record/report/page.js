@@ -41,15 +41,15 @@ function switched(chart, kind) {
   };
   const data = chart.data.map((trace) => ({ ...trace, x: trace.x.map(convert(runs[trace.meta] ?? Object.values(runs)[0])) }));
   const title = { samples: "samples trained", tokens: "tokens trained", hours: "hours since the start, start-up included" }[kind];
-  return { data, layout: { ...chart.layout, xaxis: { ...axis, title: { text: title } } } };
+  return { data, layout: { ...chart.layout, xaxis: { ...axis, title: { text: title }, exponentformat: "SI" } } };
 }
 
 // Charts in a folded part are drawn when it opens: they have no width before.
-function drawCharts() {
+function drawCharts(root = document) {
   const kind = document.getElementById("axis")?.value ?? "steps";
   DATA.charts.forEach((chart, index) => {
     const place = document.getElementById(`chart-${index}`), { data, layout } = switched(chart, kind);
-    if (place.closest("details:not([open])")) return;
+    if (!root.contains(place) || place.closest("details:not([open])")) return;
     const isSmall = place.closest(".small") !== null;
     Plotly.react(place, data, themed({ ...(isSmall ? { height: 220 } : {}), ...layout }), CONFIG);
   });
@@ -57,7 +57,7 @@ function drawCharts() {
 
 function unfold(part) {
   fillAll();
-  if (part.open && window.Plotly) drawCharts();
+  if (part.open && window.Plotly) drawCharts(part);
 }
 
 function redraw() {

@@ -21,8 +21,9 @@ def run_sections(run: RunFiles) -> Iterator[Section]:
     """Yield the sections of one run: what everybody asks first, and what is looked up folded."""
     warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
     shares = times.lane_shares(run.events)
-    first = [*curves.learning([run]), times.share_chart(times.mean_shares(shares)) if shares else None]
-    cards, notes = Block("answers", answers(run, shares)), Block("notes", run.notes + warnings)
+    means = times.mean_shares(shares)
+    first = [*curves.learning([run]), times.share_chart(means)]
+    cards, notes = Block("answers", answers(run, means)), Block("notes", run.notes + warnings)
     yield Section("Overview", [cards, charts_block(first, small=True), notes])
     yield Section("Learning", [charts_block([*reward_charts(run), *curves.by_source(run)], small=True)])
     if run.command == "train":
@@ -37,14 +38,14 @@ def run_sections(run: RunFiles) -> Iterator[Section]:
 def _online_sections(run: RunFiles, shares: dict[str, dict[str, float]]) -> Iterator[Section]:
     speed = [times.share_chart(shares) if len(shares) > 2 else None, curves.step_times(run)]
     speed += [*curves.metric_charts([run], "Speed and idle time"), curves.memory_chart(run)]
-    yield Section("Speed, idle time, memory", [charts_block(speed)], is_folded=True)
+    yield Section("Speed and memory", [charts_block(speed)], is_folded=True)
     yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))], is_folded=True)
     yield Section("Lengths", [charts_block(times.length_charts([run]))], is_folded=True)
     verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")
     failures = Block("table", times.failure_table(run), "failures, over all steps")
     yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures], is_folded=True)
     ledger = {state.replace("_", " "): int(n) for state, n in numbers(run.last.get("ledger")).items() if n}
-    groups = [charts_block(curves.ledger_charts(run)), Block("sentence", ledger, "At the last step")]
+    groups = [charts_block([curves.ledger_chart(run)]), Block("sentence", ledger, "At the last step")]
     yield Section("Groups", groups, is_folded=True)
 
 

@@ -15,7 +15,7 @@ async function start() {
   follow();
   addEventListener("scroll", follow, { passive: true });
   addEventListener("resize", fillAll);
-  document.getElementById("axis")?.addEventListener("change", drawCharts);
+  document.getElementById("axis")?.addEventListener("change", () => drawCharts());
   document.querySelectorAll("details.part").forEach((part) => part.addEventListener("toggle", () => unfold(part)));
   document.querySelector("nav").addEventListener("click", ({ target }) => {
     const part = target.hash && document.querySelector(`${target.hash} > details.part`);

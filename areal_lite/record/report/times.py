@@ -35,7 +35,7 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
 
 
 def mean_shares(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return two lanes: the mean of all generators, and the trainer."""
+    """Return two lanes: the mean of all generators, with one state for all parts of a pause, and the trainer."""
     workers = [shares[lane] for lane in shares if lane != "trainer"]
     mean = defaultdict[str, float](float)
     for state, share in itertools.chain.from_iterable(one.items() for one in workers):
