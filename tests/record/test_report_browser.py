@@ -101,9 +101,9 @@ def test_a_page_opens_without_errors_and_every_chart_has_marks(
 
 
 def test_one_switch_shows_steps_as_samples_tokens_or_hours(browser: Any, pages: dict[str, Path]) -> None:
-    """128 samples a step, from 0; row k is at 10 + k seconds. Folded charts follow, others stay as they are.
+    """128 samples a step, from 0; row k is at 10 + k seconds. Charts over steps follow, others stay.
 
-    Seen failing with a point at step 0 that has no row, and with charts that were folded at the switch.
+    Seen failing with totals that begin at step 1: every point moved by a step.
     """
     script = (
         "const axis = document.getElementById('axis'); axis.value = arguments[0];"

@@ -88,7 +88,7 @@ def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) ->
     """1.96 standard errors either way, and words about it. Seen failing with the error itself, and without a note.
 
     Where each row is known, the error is that of the change in pairs: changes of 0, 1, 1 and 0 have a deviation of
-    0.5774, and half the interval is 1.96 * 0.5774 / 2 = 0.566. Seen failing with the rows of one evaluation alone.
+    0.5774, and half the interval is 1.96 * 0.5774 / 2 = 0.566. Seen failing without it.
     An evaluation of an older version has no error. Seen failing with one such taking all bars away.
     """
     path, title = make_run(tmp_path / "run"), "held-out accuracy"

@@ -154,7 +154,7 @@ def test_two_evaluations_are_compared_row_by_row(
 ) -> None:
     """Rows 0 to 3 went from 0, 0, 1, 1 to 1, 1, 1, 0; row 4 was scored once. 0.25 +- 1.96 * 0.957 / 2 by hand.
 
-    Seen failing with two independent means, whose interval is wider, and with the row that failed counted as 0.
+    Seen failing with the interval of two independent means, and with the row that failed counted as 0.
     """
     monkeypatch.setattr("areal_lite.record.paths.find_model_folder", lambda model, **_: Path(model))
     for name, rewards in (("a", (0, 0, 1, 1, 1)), ("b", (1, 1, 1, 0, None))):
