@@ -1,6 +1,6 @@
 """The base of a recipe's sections: typed settings, marks of what they refer to, and checks beside them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Annotated, Any, Self
 
@@ -69,12 +69,19 @@ class Section(_Settings, coerce_numbers_to_str=True):
         return ()
 
     def unread(
-        self, keys: Iterable[str], because: str, *, at: str = f"{HERE}.", to_do: str = "set that too, or leave it out"
+        self,
+        keys: Iterable[str],
+        because: str,
+        *,
+        at: str = f"{HERE}.",
+        to_do: str = "set that too, or leave it out",
+        made: Collection[str] = (),
     ) -> Iterable[str]:
         """Yield a sentence for each of these settings that was made, though nothing reads it.
 
-        One that has its default was not: a saved recipe names all of them. `at` is the section, with a dot.
+        One that has its default was not, unless `made` has it: a saved recipe names all of them. `at` is the section,
+        with a dot.
         """
         for key in keys:
-            if (value := getattr(self, key)) != type(self).model_fields[key].get_default():
+            if (value := getattr(self, key)) != type(self).model_fields[key].get_default() or key in made:
                 yield f"{at}{key}{'' if isinstance(value, Section) else f'={value}'} is not read {because}: {to_do}"

@@ -25,6 +25,7 @@ from areal_lite.data.encode import decoder, load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.node import out_of_memory
 from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.engine_process import EngineErrors
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
@@ -40,14 +41,21 @@ class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
     def __init__(
-        self, llm: Any, tokenizer: Any, progress: Any, *, text_of: Callable[[Sequence[int]], str], is_on_cpu: bool
+        self,
+        llm: Any,
+        tokenizer: Any,
+        progress: Any,
+        *,
+        text_of: Callable[[Sequence[int]], str],
+        errors: EngineErrors,
+        is_on_cpu: bool,
     ) -> None:
         self.tokenizer = tokenizer
         self.text_of = text_of
         """From a completion's token ids to its text."""
         self.context_tokens = self.cached_tokens = 0
         """Tokens of all contexts so far, and those of them that were in the prefix cache."""
-        self._llm, self._progress, self._is_on_cpu = llm, progress, is_on_cpu
+        self._llm, self._progress, self._errors, self._is_on_cpu = llm, progress, errors, is_on_cpu
         self._request_numbers = itertools.count()
         self._tokens_before = 0
         self._closed = False
@@ -61,9 +69,10 @@ class VllmEngine:
             model_folder: A Hugging Face model folder.
 
         Raises:
-            EngineError: vLLM could not start; its message is quoted.
+            EngineError: vLLM could not start; its message is quoted, or that of the process that failed.
         """
-        _set_environment(config)
+        errors = EngineErrors()
+        _set_environment(config, errors)
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_without_traceback_of_death)
         from vllm.envs import enable_envs_cache
         from vllm.utils.gc_utils import freeze_gc_heap
@@ -74,7 +83,7 @@ class VllmEngine:
             llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
             text_of = decoder(tokenizer, model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
-            engine = cls(llm, tokenizer, progress, text_of=text_of, is_on_cpu=config.run.device == "cpu")
+            engine = cls(llm, tokenizer, progress, text_of=text_of, errors=errors, is_on_cpu=config.run.device == "cpu")
             await engine.stamp(0)
             # The first request pays for vLLM's warm-up, before anything is measured or has a deadline.
             await engine.generate([tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
@@ -82,9 +91,8 @@ class VllmEngine:
             freeze_gc_heap()
             enable_envs_cache()
         except Exception as error:
-            raise EngineError(
-                f"vLLM must start on {model_folder}, got {type(error).__name__}: {error}{out_of_memory()}"
-            ) from error
+            cause = errors.first() or f"{type(error).__name__}: {error}"
+            raise EngineError(f"vLLM must start on {model_folder}, got {cause}{out_of_memory()}") from error
         return engine
 
     @property
@@ -206,7 +214,7 @@ class VllmEngine:
             EngineError: It died.
         """
         if self._llm.errored:
-            raise _died()
+            raise self._died()
 
     async def close(self) -> None:
         """Stop the engine core; idempotent.
@@ -233,7 +241,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, request_id):
                 final = output
         except EngineDeadError as error:
-            raise _died() from error
+            raise self._died() from error
         return final
 
     async def _guarded(self, call: Awaitable[T]) -> T:
@@ -247,12 +255,12 @@ class VllmEngine:
         finally:
             task.cancel()
         if task.exception() is not None and self._llm.errored:
-            raise _died() from task.exception()  # of many kinds
+            raise self._died() from task.exception()  # of many kinds
         return task.result()
 
-
-def _died() -> EngineError:
-    return EngineError(f"the engine-core process died{out_of_memory()}; see the worker's log")
+    def _died(self) -> EngineError:
+        cause = f" of {error}" if (error := self._errors.first()) else ""
+        return EngineError(f"the engine-core process died{cause}{out_of_memory()}; see the worker's log")
 
 
 def _without_traceback_of_death(record: logging.LogRecord) -> bool:
@@ -342,11 +350,11 @@ def sampling_params(sampling: Sampling) -> Any:
     )
 
 
-def _set_environment(config: Config) -> None:
-    """Set what vLLM reads from the environment when it is imported."""
+def _set_environment(config: Config, errors: EngineErrors) -> None:
+    """Set what vLLM and its processes read from the environment."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.update(engine_environment(config))
+    os.environ.update(engine_environment(config) | errors.environment)
 
 
 def _engine_args(config: Config, model_folder: str) -> Any:

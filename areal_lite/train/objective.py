@@ -243,7 +243,9 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     unread = [key for key in LossConfig.model_fields if key not in settings]
     to_do = "take it as a keyword of the function, or leave it out"
     because = f"by objective.loss_function={name}"
-    if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do)):
+    is_saved = objective.model_fields_set == ObjectiveConfig.model_fields.keys()  # which names every setting
+    made = () if is_saved else objective.model_fields_set
+    if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do, made=made)):
         raise PluginError("\n".join(problems))
     _, *offered = signature(policy_loss).parameters
     try:

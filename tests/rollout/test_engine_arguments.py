@@ -22,6 +22,7 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.engine_process import EngineErrors
 from areal_lite.rollout.engine_settings import engine_arguments
 from areal_lite.rollout.vllm_engine import VllmEngine, check_engine_arguments
 
@@ -109,7 +110,9 @@ def test_routes_are_those_of_all_tokens_but_the_last(num_routes: int) -> None:
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
             yield SimpleNamespace(outputs=[completion], num_cached_tokens=1)
 
-    engine = VllmEngine(Core(), build_char_tokenizer("0123456789"), None, text_of=str, is_on_cpu=True)
+    engine = VllmEngine(
+        Core(), build_char_tokenizer("0123456789"), None, text_of=str, errors=EngineErrors(), is_on_cpu=True
+    )
     generated = engine.generate([5, 6], Sampling(max_new_tokens=3, temperature=1.0, seed=0))
     if num_routes == 4:
         assert asyncio.run(generated).routes is routes
@@ -141,7 +144,7 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
             yield
 
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
-    engine = VllmEngine(DeadCore(), None, None, text_of=str, is_on_cpu=True)
+    engine = VllmEngine(DeadCore(), None, None, text_of=str, errors=EngineErrors(), is_on_cpu=True)
     for call in (engine.resume, lambda: engine.score([1], [2])):
         with pytest.raises(
             EngineError, match=r"core process died .the kernel has killed a process here for lack of memory"

@@ -41,6 +41,43 @@ if __name__ == "__main__":
 """
 
 
+FAILING = """
+import logging, multiprocessing, os, sys
+
+def work():
+    from areal_lite.rollout.engine_process import set_up_engine_process
+
+    set_up_engine_process()
+    logger = logging.getLogger("vllm.v1.engine.core")
+    for name in ("torchvision", "another"):
+        try:
+            try:
+                raise ImportError(f"this needs\\n{name}")
+            except ImportError as error:
+                raise RuntimeError("worker failed") from error
+        except RuntimeError:
+            logger.exception("EngineCore failed to start.")
+
+if __name__ == "__main__":
+    from areal_lite.rollout.engine_process import EngineErrors
+
+    errors = EngineErrors()
+    os.environ |= errors.environment
+    print(repr(errors.first()), flush=True)
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    print(errors.first())
+"""
+
+
+def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(tmp_path: Path) -> None:
+    """In a line, with its root. Seen failing with vLLM's own words alone: `Engine core initialization failed`."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = subprocess.run([sys.executable, tmp_path / "failing.py"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["''", "ImportError: this needs torchvision"], done.stderr
+
+
 def test_an_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
     """Its standard output ends only with it. Seen failing, by the timeout, without the thread that watches."""
     (tmp_path / "orphan.py").write_text(ORPHAN)

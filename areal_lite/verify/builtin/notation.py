@@ -6,6 +6,7 @@ import unicodedata
 _ROOT = re.compile(r"([√∛∜])\s*(?:(\d+(?:\.\d+)?|\w)|\(([^()]*)\))")
 _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
+_SHORT_FRACTION = re.compile(r"(\\[dt]?frac)\s*(?:(\d)|\{(\d+)\})\s*(?:(\d)|\{(\d+)\})")
 _RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _LOWERED = re.compile("[\u2080-\u209c]+")
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|textrm|operatorname)\s*\{\s*([ei])\s*\}|\{\\rm\s+([ei])\s*\}")
@@ -20,11 +21,12 @@ def as_latex(text: str) -> str:
     r"""Return a text in the notation that math-verify reads.
 
     Example:
-        >>> as_latex("x² + 2√3"), as_latex("1¾"), as_latex("30°")
-        ('x^{2} + 2\\sqrt{3}', '1\\frac{3}{4}', '30^\\circ ')
+        >>> as_latex("x² + 2√3"), as_latex("1¾"), as_latex(r"\frac34"), as_latex("30°")
+        ('x^{2} + 2\\sqrt{3}', '1\\frac{3}{4}', '\\frac{3}{4}', '30^\\circ ')
     """
     text = _ROOT.sub(lambda match: rf"\sqrt{_DEGREES[match[1]]}{{{match[2] or match[3]}}}", text)
     text = _FRACTION.sub(lambda match: r"\frac{{{}}}{{{}}}".format(*_compatible(match[0]).split("\u2044")), text)
+    text = _SHORT_FRACTION.sub(lambda match: "{}{{{}}}{{{}}}".format(*filter(None, match.groups())), text)
     text = _RAISED.sub(lambda match: f"^{{{_compatible(match[0])}}}", text)
     text = _LOWERED.sub(lambda match: f"_{{{_compatible(match[0])}}}", text)
     text = _UPRIGHT.sub(lambda match: f" {match[1] or match[2]}", text)

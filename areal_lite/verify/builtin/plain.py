@@ -14,6 +14,8 @@ _CLOCK = re.compile(r"(\d{1,2}:0\d|\d{1,2}:\d\d(?=[ap]m))([ap]m)?")
 _UNIT = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,}))(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
 )
+_LETTER = re.compile(r"(?<=\d)\s*([A-Za-z])\.?$")
+"""A unit beside a quantity, else a variable."""
 _JOINS = re.compile(r"^.*=|^(?:[\s,;&~$]|\\[,; ]|and\b)+|(?:[\s,;&~$.]|\\[,; ]|\band)+$")
 _NAMES = {"hr": "hour", "min": "minute", "sec": "second", "in": "inch", "lb": "pound", "metre": "meter"}
 
@@ -28,8 +30,8 @@ def plain_equal(expected: str, given: str) -> bool | None:
     Example:
         >>> plain_equal("1e3", "1,000"), plain_equal(r"3\text{ hours }20\text{ minutes}", "200 minutes")
         (True, True)
-        >>> plain_equal("1/2", "0.5"), plain_equal("5 pears", "5 apples")
-        (None, None)
+        >>> plain_equal("5 m", "5 cm"), plain_equal("1/2", "0.5"), plain_equal("5 pears", "5 apples")
+        (False, None, None)
     """
     expected, given = expected.strip("$ "), given.strip("$ ")
     numbers = plain_number(expected), plain_number(given)
@@ -39,7 +41,11 @@ def plain_equal(expected: str, given: str) -> bool | None:
         return True
     if time := _time_of_day(expected):
         return time == _time_of_day(given)
-    return _quantities_equal(list(_parts(expected)), list(_parts(given))) if expected else None
+    sides = [list(_parts(text)) for text in (expected, given)]
+    for index, text in enumerate((expected, given)):
+        if sides[index] == [None] and None not in sides[1 - index]:
+            sides[index] = list(_parts(_LETTER.sub(r"\\text{\1}", text)))
+    return _quantities_equal(*sides) if expected else None
 
 
 def plain_number(text: str) -> Fraction | None:
