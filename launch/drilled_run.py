@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import psutil
 
+from areal_lite.config.reading import override
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.launch.bench.harness import say
 from areal_lite.launch.drill_checks import problems
@@ -56,7 +57,7 @@ class DrilledRun:
         self.outcomes: list[Outcome] = []
         self.problems: list[str] = []
         self.resume_words = ["resume", str(folder)]
-        self._words = [*words, f"run.dir={folder}"]
+        self._words = [*words, override("run.dir", str(folder))]
         self.log = folder.with_name(f"{folder.name}.log")
         self._known: set[psutil.Process] = set()
         self._resumes = self._rows = 0

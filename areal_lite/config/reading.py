@@ -1,5 +1,6 @@
 """Recipes read: a YAML file, `section.field=value` overrides, and one `ConfigError` with a line per mistake."""
 
+import contextlib
 import json
 import os.path
 import re
@@ -103,9 +104,20 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"an override is section.field=value, got {text!r}")
     try:
-        return key, _load(value)
+        read = _load(value)
     except (RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"the value of {key} must be YAML, got {value!r}: write it as '{key}=\"...\"'") from error
+    if isinstance(read, str) and read and value.strip().startswith(read):
+        read = value.strip()  # YAML takes what follows " #" for a comment
+    return key, read
+
+
+def override(key: str, value: str) -> str:
+    """Write an override that `parse_override` reads as this text: `run.dir=/a/b`, or `run.dir="/a: b"`."""
+    with contextlib.suppress(ConfigError):
+        if parse_override(word := f"{key}={value}") == (key, value):
+            return word
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import socket
 import threading
 import time
@@ -83,7 +84,7 @@ class SoleWriter:
             if not is_ours:
                 raise CheckpointError(
                     f"{self._folder} is in use by {_named(_owner(found))}. Fix: wait until it ends, or end it; if you "
-                    f"know that it is dead: areal-lite resume {self._folder} --take-over"
+                    f"know that it is dead: areal-lite resume {shlex.quote(str(self._folder))} --take-over"
                 )
             self._before = found
             file.truncate(0)

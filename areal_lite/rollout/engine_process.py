@@ -7,18 +7,34 @@ import multiprocessing
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 
 _ERRORS = "AREAL_LITE_ENGINE_ERRORS"
 """Names the file that the processes of an engine write their errors to."""
 
 
 class EngineErrors:
-    """Errors that end an engine's processes: vLLM logs them there, and its owner learns only that a process ended."""
+    """Errors that end an engine: vLLM logs them where they arise, and raises only that something failed."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("r")  # noqa: SIM115  # without a name, so that nothing is left of it
-        self.environment = {_ERRORS: f"/proc/{os.getpid()}/fd/{self._file.fileno()}"}
+        self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self.environment = {_ERRORS: self._path}
         """For the processes of the engine."""
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep errors that vLLM logs in this process, too."""
+        handler = _ErrorsToFile(self._path)
+        logging.getLogger("vllm").addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger("vllm").removeHandler(handler)
+
+    def clear(self) -> None:
+        """Forget errors that the engine has survived."""
+        os.ftruncate(self._file.fileno(), 0)
 
     def first(self) -> str:
         """Return the first error in one line; empty if none was logged."""
@@ -26,19 +42,25 @@ class EngineErrors:
         return self._file.readline().strip()
 
 
-class _ErrorsToOwner(logging.Handler):
+class _ErrorsToFile(logging.Handler):
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        while error is not None and (cause := error.__cause__) is not None:
-            error = cause
-        if error is not None:
-            line = " ".join(f"{type(error).__name__}: {error}".split())
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             with contextlib.suppress(OSError), open(self._path, "a") as file:
-                file.write(f"{line:.500}\n")
+                file.write(in_a_line(error) + "\n")
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return an error and its first cause; of one that quotes another process's traceback, that one's last line."""
+    if "Traceback (most recent call last)" in str(error):
+        return str(error).strip().splitlines()[-1]
+    line, root = " ".join(f"{type(error).__name__}: {error}".split())[:500], error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return line if root is error else f"{line}; caused by {in_a_line(root)}"
 
 
 def set_up_engine_process() -> None:
@@ -47,7 +69,7 @@ def set_up_engine_process() -> None:
     if parent is None:
         return
     if path := os.environ.get(_ERRORS):
-        logging.getLogger("vllm").addHandler(_ErrorsToOwner(path))
+        logging.getLogger("vllm").addHandler(_ErrorsToFile(path))
     from tqdm import tqdm
 
     # tqdm's default lock is a semaphore shared between processes. Python reports it as leaked when this process is

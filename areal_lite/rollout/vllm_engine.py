@@ -25,7 +25,7 @@ from areal_lite.data.encode import decoder, load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.node import out_of_memory
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.rollout.engine_process import EngineErrors
+from areal_lite.rollout.engine_process import EngineErrors, in_a_line
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
@@ -80,7 +80,8 @@ class VllmEngine:
 
         progress = _progress_logger_class()
         try:
-            llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
+            with errors.gathered():
+                llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
             text_of = decoder(tokenizer, model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
             engine = cls(llm, tokenizer, progress, text_of=text_of, errors=errors, is_on_cpu=config.run.device == "cpu")
@@ -91,8 +92,9 @@ class VllmEngine:
             freeze_gc_heap()
             enable_envs_cache()
         except Exception as error:
-            cause = errors.first() or f"{type(error).__name__}: {error}"
+            cause = errors.first() or in_a_line(error)
             raise EngineError(f"vLLM must start on {model_folder}, got {cause}{out_of_memory()}") from error
+        errors.clear()
         return engine
 
     @property

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from areal_lite.actors.process import HOME
 from areal_lite.config.offline import load_any_config
-from areal_lite.config.reading import parse_section, read_yaml
+from areal_lite.config.reading import override, parse_section, read_yaml
 from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.launch.clusters.fit import recipe_of
@@ -128,7 +128,7 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     elif folder is not None and not any(word.startswith(("run.dir=", "run.resume=")) for word in words):
         settings["run.dir"] = str(folder)
     given = {word.partition("=")[0] for word in words}
-    more = [f"{key}={value}" for key, value in settings.items() if value is not None and key not in given]
+    more = [override(key, value) for key, value in settings.items() if value is not None and key not in given]
     command = [python_of(job), "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
     if joined is not None:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]

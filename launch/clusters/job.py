@@ -18,7 +18,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.plugins import find_function, known_names
-from areal_lite.config.reading import explained, parse_section, read_yaml
+from areal_lite.config.reading import explained, parse_override, parse_section, read_yaml
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
@@ -84,7 +84,8 @@ class Job(Section):
         """Where the run is written; None for commands without one."""
         if self.words[0] not in RESUMABLE:
             return None
-        given = [word.partition("=")[2] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
+        named = [parse_override(word)[1] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
+        given = [str(path) for path in named if path is not None]
         return Path(self.folder) / (given[-1] if given else Path("runs") / self.name)
 
     def without_values(self) -> "Job":

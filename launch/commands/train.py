@@ -75,7 +75,8 @@ def resume(
     raw = saved.model_dump()
     if isinstance(saved, OfflineConfig) and saved.trainer.epochs is not None:
         del raw["run"]["steps"]  # follows from the epochs
-    for override in [f"run.resume={folder.resolve()}", *overrides]:
+    set_value(raw, "run.resume", str(folder.resolve()))
+    for override in overrides:
         set_value(raw, *parse_override(override))
     named = [override.partition("=")[0] for override in overrides]
     return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over, named=named)

@@ -4,12 +4,13 @@ Nothing in this process stays changed: variables and signal handlers are as befo
 Ray's is patched.
 """
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import ray
@@ -22,9 +23,17 @@ from areal_lite.node import check_memory
 
 _PROBE_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 3.0
-"""How long Ray may take to disconnect; it waits forever for a raylet that hangs."""
+"""How long Ray may take to disconnect."""
 NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 """Actors have processes of their own: those that Ray starts in advance, one for each core, would never be used."""
+
+
+def ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
+    """Whether a call ends in time; nothing waits for the thread of one that does not."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
 
 
 def joins_a_cluster() -> bool:
@@ -111,22 +120,23 @@ def _ignore_messages() -> None:
 def _leave() -> None:
     """Disconnect from Ray; kill what was started here, and all below it.
 
-    Ray's own shutdown sends SIGTERM, which its processes do not get here, and waits for a raylet that may hang.
+    Ray waits forever for a raylet that hangs. One of our own is killed first; after that Ray needs a second. Its other
+    processes live until then, as Ray would wait 5 s for the head's.
     """
     node = ray._private.worker._global_node
-    processes = [one.process for started in node.all_processes.values() for one in started] if node else []
+    started = node.all_processes if node else {}
+    processes = [one.process for kind in started.values() for one in kind]
     tree = list[psutil.Process]()
     for process in processes:
-        process.terminate = process.kill
+        process.terminate = process.kill  # Ray's own shutdown sends SIGTERM, which its processes do not get here
         with contextlib.suppress(psutil.NoSuchProcess):
             tree += psutil.Process(process.pid).children(recursive=True)
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
-    leaving.start()
-    leaving.join(_LEAVE_TIMEOUT_S)
-    if leaving.is_alive():
-        for process in processes:
-            process.kill()
-        leaving.join(_LEAVE_TIMEOUT_S)
+    for one in started.get("raylet", ()):
+        one.process.kill()
+    if not ends_within(_LEAVE_TIMEOUT_S, ray.shutdown):
+        atexit.unregister(ray.shutdown)  # it would wait as well
+    for process in processes:
+        process.kill()
     for one in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()

@@ -1,5 +1,6 @@
 """`areal-lite scale`: a request in the run folder, which the run picks up."""
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,8 @@ def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> No
             if time.monotonic() > until:
                 raise StallError(
                     f"the request was not picked up: expected an active run in {folder}, got no answer in "
-                    f"{timeout_s:g} s. Fix: wait until it has started, or resume it: areal-lite resume {folder} "
+                    f"{timeout_s:g} s. Fix: wait until it has started, or resume it: areal-lite resume "
+                    f"{shlex.quote(str(folder))} "
                     + " ".join(f"{role}.workers={count}" for role, count in counts.items())
                 )
             time.sleep(_POLL_S)

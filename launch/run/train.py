@@ -92,7 +92,7 @@ def train(
                 folder.go_on(config, say=warn)
             else:
                 folder.begin(config)
-        console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+        say(f"run folder: {folder.path}")
         view = View(config, console=console)
         controller = make_controller(folder=folder, places=places, model_folder=model_folder, view=view)
         try:

@@ -11,7 +11,13 @@ from pydantic import BaseModel
 
 from areal_lite.config.checks import check_resources
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
-from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
+from areal_lite.config.reading import (
+    override,
+    parse_override,
+    parse_section,
+    recipe_folder,
+    shipped_recipes,
+)
 from areal_lite.config.recipe import PARITY_LIMITS, Config, load_config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.main import main
@@ -281,6 +287,14 @@ def test_a_wrong_override_is_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("arith_cpu", [word])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["/a b/ü 'x' \"y\"", "/run #3", "/a: b", "'q'", "[x]", "007", "on", "", "*x", "{a"])
+def test_any_text_can_be_an_override(text: str) -> None:
+    """Seen failing, in a resume of a run folder: `/run #3` was the folder `/run`."""
+    assert parse_override(override("run.dir", text)) == ("run.dir", text)
+    assert parse_override("run.dir=/run #3 ") == ("run.dir", "/run #3")
+    assert parse_override('run.dir="/run" # why') == ("run.dir", "/run")
 
 
 # --- the machine ---

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from areal_lite.rollout.engine_process import in_a_line
+
 KILLED = """
 import multiprocessing, os, signal
 
@@ -54,7 +56,7 @@ def work():
             try:
                 raise ImportError(f"this needs\\n{name}")
             except ImportError as error:
-                raise RuntimeError("worker failed") from error
+                raise RuntimeError("no worker") from error
         except RuntimeError:
             logger.exception("EngineCore failed to start.")
 
@@ -73,9 +75,18 @@ if __name__ == "__main__":
 
 def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(tmp_path: Path) -> None:
     """In a line, with its root. Seen failing with vLLM's own words alone: `Engine core initialization failed`."""
+    line = "RuntimeError: no worker; caused by ImportError: this needs torchvision"
     (tmp_path / "failing.py").write_text(FAILING)
     done = subprocess.run([sys.executable, tmp_path / "failing.py"], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["''", "ImportError: this needs torchvision"], done.stderr
+    assert done.stdout.splitlines() == ["''", line], done.stderr
+
+
+def test_of_an_error_that_quotes_a_traceback_the_last_line_counts() -> None:
+    """vLLM inspects models in a process. Seen failing with `CalledProcessError`, its cause, and with all its lines."""
+    quoted = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'torchvision'\n"
+    error = RuntimeError(f"Error raised in subprocess:\n{quoted}")
+    error.__cause__ = subprocess.CalledProcessError(1, "python")
+    assert in_a_line(error) == "ModuleNotFoundError: No module named 'torchvision'"
 
 
 def test_an_engine_process_ends_with_its_parent(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from launch_builders import make_job, make_profile
 
+from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.attempts import attempt_scripts
 from areal_lite.launch.clusters.fit import shipped
@@ -94,6 +95,23 @@ def test_the_schema_refuses_an_unknown_key() -> None:
 )
 def test_what_a_kind_needs(kind: str, changed: dict[str, object], message: str) -> None:
     assert message in find_kind(kind).check(make_job(kind, profile=make_profile(**changed)))[0]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "slurm"])
+def test_any_folder_reaches_the_command_as_it_is(kind: str) -> None:
+    """In a shell, then in YAML. Seen failing: a job in the folder `a #3` wrote its run, and looked for it, in `a`."""
+    odd = '/shared/ü it\'s "x" #3: $HOME'
+    job = make_job(kind, profile=make_profile(shared=odd, nodes=1), folder=odd)
+    for words, run_folder in (([], f"{odd}/runs/run-1"), (['run.dir="/shared/a: b #3"'], "/shared/a: b #3")):
+        own = job.model_copy(update={"words": [*job.words, *words]})
+        there = shipped(own, ".")[0] if own.ships else own
+        typed = shlex.split(attempt_scripts(there)["run.sh"].splitlines()[-1])
+        assert parse_override(next(word for word in typed if word.startswith("run.dir="))) == (
+            "run.dir",
+            str(there.run_folder),
+        )
+        assert str(own.run_folder) == run_folder
+        assert bash_problems(find_kind(kind).artefacts(own) | attempt_scripts(there)) == []
 
 
 if __name__ == "__main__":

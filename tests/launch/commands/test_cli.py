@@ -11,7 +11,7 @@ import pytest
 from run_folders import new_run_folder
 
 from areal_lite.config.offline import OfflineConfig, load_any_config
-from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.reading import override, shipped_recipes
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
 from areal_lite.launch.commands import main as cli
@@ -175,13 +175,14 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
 def test_resume_reads_the_recipe_in_the_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
 ) -> None:
-    """Numbers as they were, overrides on top. Seen failing without the overrides."""
+    """Numbers as they were, overrides on top. Seen failing without the overrides, and with a folder named `x`."""
     training = FakeTraining(monkeypatch, SUMMARY)
-    first = load_config("arith_cpu", ["trainer.lr=0.00001", "run.seed=3", f"run.dir={tmp_path}"])
+    folder = str(tmp_path / 'ü it\'s "x" #3: [b]')
+    first = load_config("arith_cpu", ["trainer.lr=0.00001", "run.seed=3", override("run.dir", folder)])
     new_run_folder(first)
-    assert cli.main(["resume", str(tmp_path), "run.steps=400", *options]) == 0
+    assert cli.main(["resume", folder, "run.steps=400", *options]) == 0
     ((config, _),) = training.calls
-    run = {"resume": str(tmp_path), "steps": 400}
+    run = {"resume": folder, "steps": 400}
     assert config == first.model_copy(update={"run": first.run.model_copy(update=run)})
     assert (training.take_over, training.named) == (bool(options), ["run.steps"])
 
