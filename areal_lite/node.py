@@ -129,16 +129,18 @@ def check_folders() -> None:
             f"Ray cannot make its sockets: expected a TMPDIR of at most {longest} characters, got {len(folder)}: "
             f"{folder}. Fix: export RAY_TMPDIR=/tmp"
         )
-    home = Path.home()
-    try:
-        (home / ".ray").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home / ".ray"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"Ray cannot keep its token: expected a home folder that can be written, got {home} ({error}). Fix: export "
-            "HOME=... (a folder of yours)"
-        ) from error
+    sessions = Path(folder) / "ray"
+    for place, what, fix in (
+        (Path.home() / ".ray", "token: expected a home folder that can be written", "HOME=... (a folder of yours)"),
+        (sessions, "sessions: expected a folder that can be written", "RAY_TMPDIR=... (a folder of yours)"),
+    ):
+        there = place if place.exists() else place.parent  # not made here: Ray opens what it makes to all users
+        try:
+            there.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise ConfigError(f"Ray cannot keep its {what}, got {there} ({error}). Fix: export {fix}") from error
 
 
 def check_memory(caches_mb: int = 0) -> None:

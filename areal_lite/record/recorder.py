@@ -58,7 +58,7 @@ class Recorder:
         self.stopped_by = ""
         """What asked the run to stop early: Ctrl-C, a signal, ...; the status names an error."""
         last = self.rows[-1] if self.rows else {"step": 0}
-        self._started = time.time() - (number(last.get("time_s")) or 0.0)
+        self._started = time.monotonic() - (number(last.get("time_s")) or 0.0)
         self.evaluations: dict[int, dict[str, Any]] = {}
         """Figures over the held-out rows, by completed steps."""
         self._read_earlier_events()
@@ -86,7 +86,7 @@ class Recorder:
 
     def write(self, step: int, **figures: Any) -> dict[str, Any]:
         """Write and return the row of a completed step; trackers show its figures."""
-        times = {"step": step, "version": step, "time_s": time.time() - self._started}
+        times = {"step": step, "version": step, "time_s": time.monotonic() - self._started}
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
         self._folder.append("metrics.jsonl", [row])
@@ -112,7 +112,7 @@ class Recorder:
             "stopped_by": self.stopped_by or None,
             "steps": len(self.rows),
             "version": self.rows[-1]["step"] if self.rows else 0,
-            "wall_s": time.time() - self._started,
+            "wall_s": time.monotonic() - self._started,
             **figures,
             "versions": package_versions(),
             **self._place,
@@ -144,7 +144,7 @@ class OnlineRecorder(Recorder):
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
         now = time.time()
-        self._last = _Moment(now, tokens=0.0, steps=0, lanes=self._totals.clocks.read(now))
+        self._last = _Moment(time.monotonic(), tokens=0.0, steps=0, lanes=self._totals.clocks.read(now))
         self._origin: Reading | None = None
         """The clocks at the run's first step."""
         if self._origin_time is not None:
@@ -205,8 +205,8 @@ class OnlineRecorder(Recorder):
             ledger: Groups by state when the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
         """
-        now, before = time.time(), self._last
-        self._last = _Moment(now, tokens_generated, before.steps + 1, self._totals.clocks.read(now))
+        lanes, before = self._totals.clocks.read(time.time()), self._last
+        self._last = _Moment(time.monotonic(), tokens_generated, before.steps + 1, lanes)
         self._origin = self._origin or self._last.lanes
         measured = {
             **timings,

@@ -102,6 +102,7 @@ def test_values_of_the_environment_are_not_printed(capsys: pytest.CaptureFixture
             "Ray cannot make its sockets: expected a TMPDIR of at most 39 characters, got 45",
         ),
         ("HOME", "/proc/none", "Ray cannot keep its token: expected a home folder that can be written, got /proc/none"),
+        ("RAY_TMPDIR", "/proc", "Ray cannot keep its sessions: expected a folder that can be written, got /proc ("),
     ],
 )
 def test_folders_that_ray_cannot_use_are_refused(

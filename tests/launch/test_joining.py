@@ -98,6 +98,19 @@ def test_a_start_of_ray_that_fails_is_a_sentence(
         pass
 
 
+def test_a_raylet_of_others_that_hangs_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's shutdown waits for it, and Python calls that once more at exit. Seen failing, for real: it never ended."""
+    hangs, left = threading.Event(), list[Any]()
+    monkeypatch.setattr(ray, "shutdown", hangs.wait)
+    monkeypatch.setattr(session, "_LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("atexit.unregister", left.append)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with ray_session():
+        pass
+    hangs.set()
+    assert left == [hangs.wait]
+
+
 def test_an_address_that_nobody_answers_is_named_at_once(joins: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with Ray's own attempt, which took more than 45 s."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # such as Ray's own dashboard
