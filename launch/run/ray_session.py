@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import ray
@@ -26,14 +26,6 @@ _LEAVE_TIMEOUT_S = 3.0
 """How long Ray may take to disconnect."""
 NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 """Actors have processes of their own: those that Ray starts in advance, one for each core, would never be used."""
-
-
-def ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
-    """Whether a call ends in time; nothing waits for the thread of one that does not."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
 
 
 def joins_a_cluster() -> bool:
@@ -133,10 +125,15 @@ def _leave() -> None:
             tree += psutil.Process(process.pid).children(recursive=True)
     for one in started.get("raylet", ()):
         one.process.kill()
-    if not ends_within(_LEAVE_TIMEOUT_S, ray.shutdown):
-        atexit.unregister(ray.shutdown)  # it would wait as well
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_TIMEOUT_S)
     for process in processes:
         process.kill()
     for one in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
+    if processes:
+        leaving.join(_LEAVE_TIMEOUT_S)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)  # it would wait as well
