@@ -112,8 +112,8 @@ def _ignore_messages() -> None:
 def _leave() -> None:
     """Disconnect from Ray; kill what was started here, and all below it.
 
-    Ray waits forever for a raylet that hangs. One of our own is killed first; after that Ray needs a second. Its other
-    processes live until then, as Ray would wait 5 s for the head's.
+    Ray waits forever for a raylet that hangs. One of our own is killed first, with all below it; after that Ray needs a
+    second. The head lives until then, as Ray would wait 5 s for it.
     """
     node = ray._private.worker._global_node
     started = node.all_processes if node else {}
@@ -125,14 +125,14 @@ def _leave() -> None:
             tree += psutil.Process(process.pid).children(recursive=True)
     for one in started.get("raylet", ()):
         one.process.kill()
+    for child in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     leaving = threading.Thread(target=ray.shutdown, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_TIMEOUT_S)
     for process in processes:
         process.kill()
-    for one in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
     if processes:
         leaving.join(_LEAVE_TIMEOUT_S)
     if leaving.is_alive():

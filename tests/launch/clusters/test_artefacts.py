@@ -4,6 +4,7 @@ New snapshots, to be read before they are kept: python tests/launch/clusters/tes
 """
 
 import re
+import shlex
 import subprocess
 import sys
 import threading
