@@ -3,6 +3,7 @@
 `docs/agents.md` shows this table. Any field outside it is refused. A dotted name is a field inside an object.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,41 +11,34 @@ from typing import Any
 Values = Mapping[str, tuple[Any, ...]]
 """The values of each field that change nothing; null never does."""
 
-_POLICY: Values = {
-    "temperature": (),  # the recipe's own value is accepted too
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-}
-_CHOICE: Values = {"tool_choice": ("auto", "none")}
-_ELSE: Values = {
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "return_token_ids": (False,),
-}
-_TEMPLATE: Values = {"chat_template": (), "chat_template_kwargs": ({},), "documents": ([],)}
-_STORED: Values = {"previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()}
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _values(text: str) -> Values:
+    """Read names, each perhaps with its values as JSON without spaces: `top_p=1 top_k=0,-1 temperature`."""
+    fields = (one.partition("=") for one in text.split())
+    return {name: tuple(json.loads(f"[{values}]")) for name, _, values in fields}
+
+
+# The recipe's own temperature is accepted too.
+_POLICY = """temperature top_p=1 top_k=0,-1 min_p=0 presence_penalty=0 frequency_penalty=0 repetition_penalty=1
+    logit_bias={} structured_outputs guided_json"""
+_CHOICE = 'tool_choice="auto","none"'
+_ELSE = """min_tokens=0 bad_words=[] allowed_token_ids stop_token_ids=[] ignore_eos=false length_penalty=1
+    include_stop_str_in_output=false skip_special_tokens=true truncate_prompt_tokens use_beam_search=false
+    logits_processors=[] return_token_ids=false"""
+_TEMPLATE = "chat_template chat_template_kwargs={} documents=[]"
+_STORED = "previous_response_id conversation background=false prompt"
 _BESIDE = "cache_salt metadata priority prompt_cache_key request_id safety_identifier service_tier session_id user"
 _CACHE = "prompt_cache_options prompt_cache_retention store"
 
 _FIXES = {
-    **dict.fromkeys(_TEMPLATE, "leave it out, and set model.chat_arguments in the recipe"),
-    **dict.fromkeys([*_STORED, "thread"], "leave it out, and send the whole input again, as calls are not stored"),
+    **dict.fromkeys(_values(_TEMPLATE), "leave it out, and set model.chat_arguments in the recipe"),
+    **dict.fromkeys(
+        _values(f"{_STORED} thread"), "leave it out, and send the whole input again, as calls are not stored"
+    ),
     "temperature": "leave it out, or set rollout.temperature, or ignore it with rollout.serve_unconstrained=true",
 }
 
@@ -113,35 +107,23 @@ class Fields:
         return f"this API does not support {name}; {got}. Fix: {_FIXES.get(name, 'leave it out')}"
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 FIELDS = {
     "chat/completions": Fields(
         honoured=_names(
             "messages model max_tokens max_completion_tokens n stop stream stream_options tools parallel_tool_calls"
         ),
         ignored=_names(f"{_BESIDE} {_CACHE} logprobs prediction reasoning_effort seed top_logprobs verbosity"),
-        constraints={**_POLICY, **_CHOICE, "response_format": ({"type": "text"},)},
-        refused={
-            **_ELSE,
-            **_TEMPLATE,
-            "add_generation_prompt": (True,),
-            "add_special_tokens": (False,),
-            "continue_final_message": (False,),
-            "echo": (False,),
-            "include_reasoning": (True,),
-            "functions": ([],),
-            "function_call": ("auto", "none"),
-            "modalities": (["text"],),
-        },
+        constraints=_values(f'{_POLICY} {_CHOICE} response_format={{"type":"text"}}'),
+        refused=_values(
+            f"{_ELSE} {_TEMPLATE} add_generation_prompt=true add_special_tokens=false continue_final_message=false "
+            f'echo=false include_reasoning=true functions=[] function_call="auto","none" modalities=["text"]'
+        ),
     ),
     "completions": Fields(
         honoured=_names("prompt model max_tokens n stop stream stream_options"),
         ignored=_names(f"{_BESIDE} logprobs seed"),
-        constraints={**_POLICY, "response_format": ({"type": "text"},)},
-        refused={**_ELSE, "add_special_tokens": (True,), "best_of": (1,), "echo": (False,), "suffix": ("",)},
+        constraints=_values(f'{_POLICY} response_format={{"type":"text"}}'),
+        refused=_values(f'{_ELSE} add_special_tokens=true best_of=1 echo=false suffix=""'),
     ),
     "responses": Fields(
         honoured=_names("input instructions model max_output_tokens stop stream tools parallel_tool_calls"),
@@ -149,14 +131,8 @@ FIELDS = {
             f"{_BESIDE} {_CACHE} client_metadata include max_tool_calls reasoning seed stream_options text.verbosity "
             "top_logprobs"
         ),
-        constraints={**_POLICY, **_CHOICE, "text.format": ({"type": "text"},)},
-        refused={
-            **_ELSE,
-            **_STORED,
-            "chat_template_kwargs": ({},),
-            "include_reasoning": (True,),
-            "truncation": ("disabled",),
-        },
+        constraints=_values(f'{_POLICY} {_CHOICE} text.format={{"type":"text"}}'),
+        refused=_values(f'{_ELSE} {_STORED} chat_template_kwargs={{}} include_reasoning=true truncation="disabled"'),
     ),
     "messages": Fields(
         honoured=_names(
@@ -166,15 +142,10 @@ FIELDS = {
             "cache_control cache_salt context_management diagnostics inference_geo metadata output_config.effort "
             "service_tier speed thinking"
         ),
-        constraints={
-            "temperature": (),
-            "top_p": (1,),
-            "top_k": (0, -1),
-            "tool_choice.type": ("auto", "none"),
-            "tool_choice.name": (),
-            "output_config.format": (),
-        },
-        refused={"chat_template_kwargs": ({},), "mcp_servers": ([],), "thread": ()},
+        constraints=_values(
+            'temperature top_p=1 top_k=0,-1 tool_choice.type="auto","none" tool_choice.name output_config.format'
+        ),
+        refused=_values("chat_template_kwargs={} mcp_servers=[] thread"),
     ),
 }
 """By the last part of an API's URL."""
