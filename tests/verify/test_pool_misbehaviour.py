@@ -25,6 +25,7 @@ PATIENCE_S = 120.0
 PROMPT = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a")
 
 FAILURES = {
+    "c": "timeout",
     "flood": "timeout",
     "gigabytes": "memory",
     "exit": "crashed",

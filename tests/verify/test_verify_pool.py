@@ -68,9 +68,9 @@ def test_rewards_come_back_in_order_over_several_processes(tmp_path):
 
     Seen failing with scores collected in order of completion (`asyncio.as_completed`).
     """
-    completions = ["meet", "meet", "slow", "wrong", "integer", "true", "right"]
+    completions = ["meet", "meet", "slow", "wrong", "right"]
     scores = score(completions, prompt=make_prompt(answer=str(tmp_path)), processes=2, timeout_s=PATIENCE_S / 2)
-    assert [item.reward for item in scores] == [1.0, 1.0, 0.5, 0.0, 2.0, 1.0, 1.0]
+    assert [item.reward for item in scores] == [1.0, 1.0, 0.5, 0.0, 1.0]
 
 
 def test_the_function_gets_prompt_answer_and_row():
@@ -82,37 +82,18 @@ def test_the_function_gets_prompt_answer_and_row():
     ("completion", "failure"),
     [
         ("nan", "nan"),
-        ("inf", "inf"),
-        ("none", "wrong_type:NoneType"),
-        ("text", "wrong_type:str"),
-        ("decimal", "wrong_type:decimal.Decimal"),
         ("raise", "exception:KeyError"),
         ("exit", "exception:SystemExit"),
         ("input", "exception:EOFError"),
-        ("unknown", "exception:KeyError"),
-        ("die", "crashed"),
         ("killed", "crashed"),
-        ("fork_die", "crashed"),
     ],
 )
 def test_a_failure_is_a_reason_never_a_reward_and_the_next_call_works(completion, failure):
-    """I7. Seen failing with `except BaseException: return [Reply(0.0)]` in `answer`."""
-    assert score([completion, "right"], timeout_s=PATIENCE_S) == [Score(failure=failure), Score(reward=1.0)]
+    """I7. What harms and hangs: test_pool_misbehaviour.py.
 
-
-@pytest.mark.parametrize("completion", ["sleep", "spin", "c", "fork_hang"])
-def test_whatever_hangs_is_killed_at_its_deadline(completion, tmp_path):
-    """Seen hanging, for all of them, without a time-out in `VerifierProcess.call`; and `fork_hang` leaving processes
-    without `end_descendants`.
+    Seen failing with `except BaseException: return [Reply(0.0)]` in `answer`.
     """
-    before, pids = children(), tmp_path / "pids"
-    prompt = make_prompt(answer=str(pids))
-    assert score([completion, "right"], prompt=prompt) == [Score(failure="timeout"), Score(reward=1.0)]
-    assert children() <= before
-    if completion == "fork_hang":  # forked children, and one in a session of its own
-        left = [int(pid) for pid in pids.read_text().split()]
-        assert len(left) == 4
-        wait_until(lambda: not any(map(alive, left)))
+    assert score([completion, "right"], timeout_s=PATIENCE_S) == [Score(failure=failure), Score(reward=1.0)]
 
 
 def test_prints_neither_block_nor_reach_the_channel(capfd):
@@ -150,7 +131,7 @@ def test_a_stuck_verifier_does_not_slow_its_neighbours():
 
     async def run():
         async with running(processes=2, timeout_s=600.0) as pool:
-            stuck = asyncio.create_task(pool.score(make_prompt(), ["c"]))
+            stuck = asyncio.create_task(pool.score(make_prompt(), ["sleep"]))
             while not pool.gauges()["busy"]:
                 await asyncio.sleep(0.01)
             scores = await asyncio.gather(*(scores_of(pool, make_prompt(), ["right"] * 8) for _ in range(20)))
@@ -186,7 +167,7 @@ def test_close_ends_promptly_and_leaves_no_process(stage):
             if stage == "idle":
                 await pool.score(make_prompt(), ["right"])
             if stage == "busy":
-                waiting = asyncio.create_task(pool.score(make_prompt(), ["spin"] * 5))
+                waiting = asyncio.create_task(pool.score(make_prompt(), ["sleep"] * 5))
                 while pool.gauges()["busy"] < 2:
                     await asyncio.sleep(0.01)
             await pool.close()
@@ -242,7 +223,7 @@ def test_a_cancelled_caller_does_not_wedge_the_pool():
 def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
     async def run():
         async with running() as pool:
-            await pool.score(make_prompt(), ["right", "nan", "raise", "raise", "die", "sleep", "wrong"])
+            await pool.score(make_prompt(), ["right", "nan", "raise", "raise", "killed", "sleep", "wrong"])
             return pool.gauges()
 
     gauges = asyncio.run(run())
