@@ -12,7 +12,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import RolloutWorker
-from areal_lite.types import Group, Lease, Prompt, Sample
+from areal_lite.types import Group, Lease, Prompt, Sample, Score
 
 
 def make_lease(number: int, **row: Any) -> Lease:
@@ -29,7 +29,7 @@ class FakeQueue:
     def __init__(self, leases: Sequence[Lease] = (), *, dead: Sequence[str] = (), **errors: Exception) -> None:
         self.leases, self.dead, self.errors = list(leases), list(dead), errors
         self.log: list[tuple[Any, ...]] = []
-        self.completed: dict[str, list[Sample]] = {}
+        self.completed: dict[str, list[Any]] = {}
         self.changed = asyncio.Event()
 
     async def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
@@ -43,6 +43,13 @@ class FakeQueue:
         self.record("complete_rollout", lease_id)
         self.completed[lease_id] = list(samples)
         return True
+
+    async def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
+        self.record("complete_verify", lease_id)
+        self.completed[lease_id] = list(scores)
+        return True
+
+    lease_verify = lease_rollout
 
     async def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
         self.record("heartbeat", tuple(lease_ids), progress)
