@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import QueueService, restore
 from areal_lite.types import Lease, Score
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.worker import VerifierWorker
 
 STEPS, GROUPS, SAMPLES = 8, 3, 2
 WORKERS = ["one", "two"]
@@ -180,22 +183,14 @@ def test_nothing_is_lost_or_doubled_when_the_queue_dies_again_and_again(on_stale
     assert num_kept > 0.75 * num_held
 
 
-class Scorer(LeaseWorker):
-    """A verifier that takes a moment for a group, eight at a time."""
+class SlowPool:
+    """Takes eight groups at once, and a moment for each."""
 
-    def _room(self) -> int:
-        return 8 - len(self._held)
+    groups_at_once = 8
 
-    async def _ask(self, limit: int) -> list[Lease]:
-        return await self._client.lease_verify(worker=self._name, limit=limit, wait_s=1.0)
-
-    def _progress(self) -> int:
-        return 0
-
-    async def _serve(self, lease: Lease) -> None:
+    async def score(self, prompt: Any, completions: Sequence[str], *, messages: Any) -> list[Reply]:
         await asyncio.sleep(0.1)
-        scores = [Score(reward=1.0)] * len(lease.group.samples)
-        await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
+        return [Reply(1.0)] * len(completions)
 
 
 def die(server: QueueServer) -> None:
@@ -221,7 +216,8 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
         RolloutWorker(client, engine, config, events=EventBuffer(f"rollout/{n}"), workflows=Workflows())
         for n, (client, engine) in enumerate(zip(clients, engines, strict=False))
     ]
-    workers.append(Scorer(clients[2], name="verifier/0", heartbeat_s=0.05))
+    pool: Any = SlowPool()
+    workers.append(VerifierWorker(clients[2], pool, events=EventBuffer("verifier/0"), decode=str, heartbeat_s=0.05))
     trained, held, copy, kept = list[str](), list[str](), b"", (0, 0)
     with contextlib.ExitStack() as opened:
         opened.callback(lambda: server.close())
