@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
 
@@ -22,8 +21,6 @@ from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import QueueService, restore
 from areal_lite.types import Lease, Score
-from areal_lite.verify.protocol import Reply
-from areal_lite.verify.worker import VerifierWorker
 
 STEPS, GROUPS, SAMPLES = 8, 3, 2
 WORKERS = ["one", "two"]
@@ -183,14 +180,22 @@ def test_nothing_is_lost_or_doubled_when_the_queue_dies_again_and_again(on_stale
     assert num_kept > 0.75 * num_held
 
 
-class SlowPool:
-    """Takes eight groups at once, and a moment for each."""
+class Scorer(LeaseWorker):
+    """A verifier that takes a moment for a group, eight at a time."""
 
-    groups_at_once = 8
+    def _room(self) -> int:
+        return 8 - len(self._held)
 
-    async def score(self, prompt: Any, completions: Sequence[str], *, messages: Any) -> list[Reply]:
+    async def _ask(self, limit: int) -> list[Lease]:
+        return await self._client.lease_verify(worker=self._name, limit=limit, wait_s=1.0)
+
+    def _progress(self) -> int:
+        return 0
+
+    async def _serve(self, lease: Lease) -> None:
         await asyncio.sleep(0.1)
-        return [Reply(1.0)] * len(completions)
+        scores = [Score(reward=1.0)] * len(lease.group.samples)
+        await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
 
 
 def die(server: QueueServer) -> None:
@@ -216,8 +221,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
         RolloutWorker(client, engine, config, events=EventBuffer(f"rollout/{n}"), workflows=Workflows())
         for n, (client, engine) in enumerate(zip(clients, engines, strict=False))
     ]
-    pool: Any = SlowPool()
-    workers.append(VerifierWorker(clients[2], pool, events=EventBuffer("verifier/0"), decode=str, heartbeat_s=0.05))
+    workers.append(Scorer(clients[2], name="verifier/0", heartbeat_s=0.05))
     trained, held, copy, kept = list[str](), list[str](), b"", (0, 0)
     with contextlib.ExitStack() as opened:
         opened.callback(lambda: server.close())
