@@ -112,7 +112,7 @@ def test_files_that_a_recipe_names_become_absolute_and_nothing_else(here: Path, 
     """
     given, expected = PATHS[case]
     expected = json.loads(json.dumps(expected).replace("{here}", str(here)))
-    assert part(resolved(given).model_dump(), expected) == expected
+    assert part(with_absolute_paths(parse_config(given)).model_dump(), expected) == expected
 
 
 def test_a_learned_reward_among_several_is_found(here: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_model_of_a_run_that_is_not_the_saved_one_is_refused(tmp_path: Path) -
         find_model_folder(run, option="model.path")
 
 
-def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_of_a_recipe_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run starts from, and is held near, the same model, whatever became of the earlier run.
 
     Seen failing with `model.path` left as it was written.
@@ -194,6 +194,9 @@ def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monke
     resolved = with_absolute_paths(parse_section(raw, OfflineConfig))
     model = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model")
     assert resolved.model.path == resolved.preference.reference_path == model
+    ppo = {"preset": "ppo", "reference_path": "run"}
+    online = with_absolute_paths(parse_config({"model": {"path": "run"}, "critic": {"path": "run"}, "objective": ppo}))
+    assert online.model.path == online.critic.path == online.objective.reference_path == model
     assert (resolved.data.path, resolved.data.eval_path) == (str(tmp_path / "rows.jsonl"), None)
 
 

@@ -94,6 +94,16 @@ def test_a_file_without_a_folder_is_said_before_any_work(
     assert "expected a path in an existing folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["check-config", "arith_cpu"], ["eval", "none", "--recipe", "arith_cpu"]])
+def test_caches_that_do_not_fit_into_memory_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing without the look at the machine."""
+    monkeypatch.setattr("areal_lite.node.memory_bytes", lambda: 100 << 20)
+    assert cli.main([*words, "rollout.workers=2"]) == 1
+    assert "must fit into the machine's 100 MiB of memory, got " in capsys.readouterr().err
+
+
 def test_nobody_has_to_read_to_the_end() -> None:
     """`areal-lite check-config arith_cpu | head -1`. Seen failing without the flush: a traceback as Python ended."""
     words = [sys.executable, "-m", "areal_lite.launch.commands.main", "check-config", "arith_cpu"]
