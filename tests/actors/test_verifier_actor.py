@@ -4,16 +4,18 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from ledger_builders import make_sample
 
+from areal_lite.actors import verifier as module
 from areal_lite.actors.verifier import VerifierActor
-from areal_lite.config.verifier import VerifierConfig
+from areal_lite.config.recipe import parse_config
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 
 
-def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers() -> None:
+def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The total, step rewards included, with parts and metrics; or the failure, of an episode as well.
 
     Seen failing with the total alone, in a run whose evaluations had no parts; without an agent's own score; and
@@ -24,19 +26,32 @@ def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers() -> None:
         "b": failed("timeout", ""),
     }
 
-    async def score(prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool) -> list[Reply]:
+    async def score(
+        self: VerifierSet, prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool
+    ) -> list[Reply]:
         assert held_out
         assert messages == [said]
         return [replies[text] for text in texts]
 
-    actor: Any = VerifierActor.__new__(VerifierActor)
-    actor._verifiers = VerifierSet(VerifierConfig())
-    actor._verifiers.score = score
+    async def start(self: VerifierSet) -> None:
+        pass
+
+    for name in ("log_to_file", "decoder_of", "AsyncQueueClient"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(VerifierSet, "start", start)
+    monkeypatch.setattr(VerifierSet, "score", score)
+    access: Any = None
+    actor = VerifierActor(parse_config({}), name="verifier/0", access=access, log_folder="", model_folder="")
     own = Score(reward=2.0, parts={"kind": 1.0}, metrics={"calls": 3.0})
     said = ({"role": "assistant", "content": "a"},)
     samples = [*(replace(make_sample(), text=text, messages=said) for text in "ab"), make_sample().scored(own), None]
     prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 4
-    found = asyncio.run(actor.score(prompts, samples))
+
+    async def started_and_asked() -> list[Reply]:
+        await actor.start()
+        return await actor.score(prompts, samples)
+
+    found = asyncio.run(started_and_asked())
     assert [(reply.total, reply.failure) for reply in found] == [
         (1.5, None), (None, "timeout"), (2.0, None), (None, "workflow"),
     ]  # fmt: skip

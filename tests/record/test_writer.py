@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_lite.errors import CheckpointError, ConfigError
@@ -42,15 +41,8 @@ def other_writer(folder: Path) -> Iterator[Any]:
 
 def lease(folder: Path, **changes: Any) -> bytes:
     """Leave what a writer that was killed leaves."""
-    began = psutil.Process().create_time()
-    owner = {
-        "host": "gpu7",
-        "machine": writer._machine(),
-        "pid": os.getpid(),
-        "began": began,
-        "since": "Sunday",
-        "id": 1,
-    }
+    with SoleWriter(folder):
+        owner = json.loads((folder / "writer.json").read_text()) | {"host": "gpu7", "since": "Sunday"}
     folder.mkdir(exist_ok=True)
     (folder / "writer.json").write_text(json.dumps(owner | changes))
     return (folder / "writer.json").read_bytes()
@@ -141,7 +133,6 @@ def test_who_is_taken_over_notices_and_leaves_the_lease_alone(tmp_path: Path) ->
             new.check()
             with pytest.raises(CheckpointError, match=r"was taken over by process \d+ on .*nothing more"):
                 old.check()
-            old._stop.set()
         with pytest.raises(CheckpointError, match="taken over"):
             old.check()
 
