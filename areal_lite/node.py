@@ -41,6 +41,8 @@ class NodeReport:
     """Of Python, the packages that must agree, areal-lite's own code (a hash), and the driver where there is one."""
     cores: int
     """That this process may use."""
+    bfloat16: str
+    """The CPU's instructions for matrices in bfloat16; empty without any."""
     memory_gib: float
     """Of the machine, or of its container where that is less."""
     disk_gib: float
@@ -83,6 +85,7 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         platform=f"{platform.system()} {platform.machine()}",
         versions=versions | ({"driver": gpus[0][2]} if gpus else {}),
         cores=len(os.sched_getaffinity(0)),
+        bfloat16=bfloat16_instructions(),
         memory_gib=memory_bytes() / _GIB,
         disk_gib=shutil.disk_usage(folder).free / _GIB,
         shm_gib=shutil.disk_usage(shm).total / _GIB if shm.is_dir() else 0.0,
@@ -95,9 +98,12 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
 
 def processor() -> str | None:
     """Return the name of the processor, where Linux knows it."""
-    path = Path("/proc/cpuinfo")
+    return _of_the_cpu("model name") or None
+
+
+def _of_the_cpu(name: str, path: Path = Path("/proc/cpuinfo")) -> str:
     lines = path.read_text().splitlines() if path.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def machine_in_words() -> str:
@@ -105,6 +111,13 @@ def machine_in_words() -> str:
     gpus = [name for name, *_ in _ask_gpus()]
     cores = f"{len(os.sched_getaffinity(0))} cores ({processor() or platform.machine()})"
     return f"{cores}, {memory_bytes() / _GIB:.0f} GiB, {f'{len(gpus)} x {gpus[0]}' if gpus else 'no GPU'}"
+
+
+def bfloat16_instructions(cpu: Path = Path("/proc/cpuinfo")) -> str:
+    """Name the instructions with which this CPU multiplies matrices in bfloat16; empty if it has none."""
+    flags = _of_the_cpu("flags", cpu).split()
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+    return ", ".join(name for flag, name in names.items() if flag in flags)
 
 
 def memory_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import HERE, ModelFolder, OwnName, Refers, Section
 from areal_lite.network import port_range
+from areal_lite.node import bfloat16_instructions
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
 """Values of a recipe's `command`, and the commands of areal-lite; a recipe may hold either."""
@@ -125,6 +126,13 @@ class WarmStartConfig(Section):
     """decoder layers"""
 
 
+def _without_native(dtype: str) -> str:
+    """Resolve `native` where the recipe is read: nodes, and a resume elsewhere, must not decide for themselves."""
+    if dtype != "native":
+        return dtype
+    return "bfloat16" if bfloat16_instructions() else "auto"
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -132,8 +140,11 @@ class ModelConfig(Section):
     """Hugging Face folder or hub id (owner/name), a run's folder, builtin:arith (tiny) or builtin:smollm2-135m"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
+    compute_dtype: Annotated[
+        Literal["auto", "native", "float32", "bfloat16"], AfterValidator(_without_native)
+    ] = "auto"
+    """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda; native = bfloat16
+    also on a CPU that has instructions for it"""
     chat_arguments: dict[str, Any] = {}
     """arguments of the model's chat template, e.g. {enable_thinking: false}"""
     warm_start: WarmStartConfig = WarmStartConfig()

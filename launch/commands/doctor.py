@@ -174,6 +174,8 @@ def machine_checks(machine: NodeReport) -> Iterable[Check]:
         # Below `need` the demo cannot run; below `want` it runs badly.
         level = Level.PROBLEM if value < need else Level.WARNING if value < want else Level.OK
         yield Check(name, f"{value:.{0 if value >= 10 or value == int(value) else 1}f}{unit}", level, remedy)
+    found = machine.bfloat16 or "no instructions: model.compute_dtype=native is float32"
+    yield Check("bfloat16 on the CPU", found, Level.OK, "")
     found, remedy = "; ".join(machine.gpus) or "none", "for recipes on GPUs: make setup EXTRA=gpu"
     if machine.gpus and machine.build == "cpu":
         yield Check("GPUs", found, Level.WARNING, f"only the CPU build is installed; {remedy}")

@@ -93,6 +93,20 @@ def test_a_mixture_in_bfloat16_and_an_engine_in_fp8_have_limits_of_their_own() -
     assert parse_config({"rollout": other, "weights": {"parity_limit": 0.5}}).parity_limit() == 0.5
 
 
+@pytest.mark.parametrize(("found", "expected"), [("AMX", "bfloat16"), ("", "float32")])
+def test_native_is_decided_where_the_recipe_is_read(
+    found: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it is bfloat16 whatever the CPU has. Seen failing with the dtype looked up where it is used."""
+    monkeypatch.setattr("areal_lite.config.sections.bfloat16_instructions", lambda: found)
+    config = parse_config({"model": {"compute_dtype": "native"}})
+    assert config.compute_dtype == expected
+    on_gpu = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
+    assert parse_config({"model": {"compute_dtype": "native"}, **on_gpu}).compute_dtype == "bfloat16"
+    monkeypatch.setattr("areal_lite.config.sections.bfloat16_instructions", lambda: "AMX")
+    assert parse_config(config.model_dump()).compute_dtype == expected, "a resume keeps the dtype"
+
+
 def test_every_setting_says_what_it_means() -> None:
     """Seen failing with a `Field` without description."""
     described = fields_of(Config) | fields_of(OfflineConfig)

