@@ -1,0 +1,41 @@
+"""Tasks of the recipe `smollm_cpu`: which of a few two-digit numbers is the largest?"""
+
+import random
+from typing import Any
+
+from areal_lite.config.data import Split
+
+_NUMBERS = range(10, 100)
+_EXAMPLE = [
+    {"role": "system", "content": "Name the largest number."},
+    {"role": "user", "content": "41, 17, 90"},
+    {"role": "assistant", "content": "90"},
+]
+
+
+def largest(
+    split: Split, *, count: int = 3, train_size: int = 4096, eval_size: int = 200, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Make the rows of a split: chats with one worked example, after which the model names the largest number.
+
+    All questions differ, so that none held out is trained on.
+
+    Args:
+        count: Numbers in a question, all different.
+        seed: Of both splits.
+
+    >>> row = largest("eval")[0]
+    >>> row["question"][-1], row["answer"]
+    ({'role': 'user', 'content': '59, 63, 15'}, '63')
+    """
+    rng, questions = random.Random(seed), dict[tuple[int, ...], None]()
+    while len(questions) < eval_size + train_size:
+        questions[tuple(rng.sample(_NUMBERS, count))] = None
+    chosen = list(questions)[:eval_size] if split == "eval" else list(questions)[eval_size:]
+    return [
+        {
+            "question": [*_EXAMPLE, {"role": "user", "content": ", ".join(map(str, numbers))}],
+            "answer": str(max(numbers)),
+        }
+        for numbers in chosen
+    ]
