@@ -140,9 +140,7 @@ class ModelConfig(Section):
     """Hugging Face folder or hub id (owner/name), a run's folder, builtin:arith (tiny) or builtin:smollm2-135m"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
-    compute_dtype: Annotated[
-        Literal["auto", "native", "float32", "bfloat16"], AfterValidator(_without_native)
-    ] = "auto"
+    compute_dtype: Annotated[Literal["auto", "native", "float32", "bfloat16"], AfterValidator(_without_native)] = "auto"
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda; native = bfloat16
     also on a CPU that has instructions for it"""
     chat_arguments: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Tasks of the recipe `smollm_cpu`: which of a few two-digit numbers is the largest?"""
+"""Tasks of the recipe `smollm_cpu`: the largest of a few two-digit numbers."""
 
 import random
 from typing import Any

@@ -94,9 +94,7 @@ def test_a_mixture_in_bfloat16_and_an_engine_in_fp8_have_limits_of_their_own() -
 
 
 @pytest.mark.parametrize(("found", "expected"), [("AMX", "bfloat16"), ("", "float32")])
-def test_native_is_decided_where_the_recipe_is_read(
-    found: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_is_decided_where_the_recipe_is_read(found: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it is bfloat16 whatever the CPU has. Seen failing with the dtype looked up where it is used."""
     monkeypatch.setattr("areal_lite.config.sections.bfloat16_instructions", lambda: found)
     config = parse_config({"model": {"compute_dtype": "native"}})
