@@ -54,9 +54,14 @@ def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bo
     if logits_TV.ndim != 2:
         raise ValueError(f"expected logits [tokens, vocabulary], got {tuple(logits_TV.shape)}")
 
-    logits_TV = (logits_TV if differentiable else logits_TV.detach()).float() / temperature
+    logits_TV = _scaled(logits_TV if differentiable else logits_TV.detach(), temperature)
     logprobs_TV = log_softmax(logits_TV, dim=-1)
     return -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    # A division by one would change no bit, and read and write the whole vocabulary.
+    return logits.float() if temperature == 1 else logits.float() / temperature
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -70,11 +75,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, token_ids)
         ctx.temperature = temperature
-        return -cross_entropy(logits.float() / temperature, token_ids, reduction="none")
+        return -cross_entropy(_scaled(logits, temperature), token_ids, reduction="none")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, token_ids = ctx.saved_tensors
         grad = (grad / ctx.temperature).unsqueeze(1)
-        gradient = (logits.float() / ctx.temperature).softmax(dim=-1).mul_(-grad)
+        gradient = _scaled(logits, ctx.temperature).softmax(dim=-1).mul_(-grad)
         return gradient.scatter_add_(1, token_ids.unsqueeze(1), grad).to(logits.dtype), None, None
