@@ -80,19 +80,27 @@ class GymConfig(Section):
                 yield f"{HERE}.arguments must leave out {key}, got {self.arguments[key]}: set {HERE}.{instead}"
 
 
-class SourceConfig(Section):
-    """One source of prompts."""
+class RowsConfig(Section):
+    """Rows of any recipe: where they are."""
 
     source: str = "arith"
     """jsonl, parquet = a file; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
-    arguments: dict[str, Any] = {}
-    """arguments of the function that source names, e.g. {seed: 1}"""
     path: Annotated[str | None, Refers.FILE] = None
     """training rows: a file, a datasets folder, or a hub id"""
     eval_path: Annotated[str | None, Refers.FILE] = None
     """held-out rows; null = a datasets folder's own split, or none"""
     eval_size: int = Field(256, ge=1)
     """held-out rows used at most"""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """share of unreadable rows above which loading fails"""
+    arith: ArithConfig = ArithConfig()
+
+
+class SourceConfig(RowsConfig):
+    """One source of prompts."""
+
+    arguments: dict[str, Any] = {}
+    """arguments of the function that source names, e.g. {seed: 1}"""
     prompt_column: str = "question"
     """column with the prompt"""
     answer_column: str = "answer"
@@ -107,15 +115,12 @@ class SourceConfig(Section):
     """system message before each chat that has none"""
     tools: list[str] = []
     """functions that the chat template describes to the model as tools, by signature and docstring"""
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """share of unreadable rows above which loading fails"""
     verifier: str | None = None
     """verifier of rows without a column verifier; null = verifier.function"""
     workflow: str | None = None
     """workflow of rows without a column workflow; null = rollout.workflow"""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """longest prompt in tokens, others are counted and left out; null = a longer one than fits is an error"""
-    arith: ArithConfig = ArithConfig()
     reasoning_gym: GymConfig = GymConfig()
 
     def _problems(self) -> Iterable[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from areal_lite.config.checks import offline_problems
-from areal_lite.config.data import ArithConfig
+from areal_lite.config.data import RowsConfig
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import HERE, Refers, Section
@@ -34,19 +34,13 @@ class OfflineTrainerConfig(TrainerConfig):
     """passes over the rows, in place of run.steps"""
 
 
-class OfflineDataConfig(Section):
+class OfflineDataConfig(RowsConfig):
     """Where rows come from, and how they become tokens."""
 
-    source: Literal["arith", "jsonl", "dataset"] = "arith"
-    """arith = built in; jsonl = a file of rows; dataset = a folder of the datasets library"""
-    path: Annotated[str | None, Refers.FILE] = None
-    """training rows: a JSONL file, or a datasets folder"""
-    eval_path: Annotated[str | None, Refers.FILE] = None
-    """held-out rows; null = a dataset's own split, or eval_fraction"""
+    source: Literal["arith", "jsonl", "parquet", "dataset"] = "arith"
+    """arith = built in; jsonl, parquet = a file of rows; dataset = a folder of the datasets library"""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
     """share of path held out where nothing else is; 0 = no evaluation"""
-    eval_size: int = Field(256, ge=1)
-    """held-out rows used at most"""
     prompt_column: str = "prompt"
     """column with the prompt, a text or chat messages"""
     completion_column: str = "completion"
@@ -59,13 +53,10 @@ class OfflineDataConfig(Section):
     """column with the worse one (reward_model, dpo)"""
     chat: bool = False
     """put plain texts through the model's chat template too, as user and assistant"""
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """share of unreadable rows above which loading fails"""
     too_long: Literal["error", "drop", "cut"] = "error"
     """rows beyond model.max_context: refuse them, leave them out, or cut their completions"""
     carelessness: float = Field(0.0, ge=0, le=1)
     """share of carries and borrows that the built-in solutions forget (source: arith)"""
-    arith: ArithConfig = ArithConfig()
 
     def _problems(self) -> Iterable[str]:
         if self.source == "arith":

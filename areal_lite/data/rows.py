@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_lite.config.data import SourceConfig, Split, is_hub_id
-from areal_lite.config.offline import OfflineDataConfig
+from areal_lite.config.data import RowsConfig, SourceConfig, Split, is_hub_id
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, DataError
 
@@ -33,7 +32,7 @@ _HELD_OUT_SPLITS = ("validation", "eval", "test")
 class RowReader:
     """Reads what a section of a recipe names; a dataset is loaded once, however often it is asked for."""
 
-    def __init__(self, data: SourceConfig | OfflineDataConfig) -> None:
+    def __init__(self, data: RowsConfig) -> None:
         self._data, self._splits = data, cache(_load_dataset)
 
     def read(self, split: Split) -> tuple[Path, Rows, Problems] | None:
@@ -156,7 +155,7 @@ def make_each(
     *,
     problems: Problems,
     name: Path | str,
-    data: SourceConfig | OfflineDataConfig,
+    data: RowsConfig,
     where: str = "data",
 ) -> list[T]:
     """Make something of each row, and log the broken ones.
