@@ -25,7 +25,7 @@ from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample, Score
-from areal_lite.verify.builtin.sandbox import choose_kind
+from areal_lite.verify.builtin.sandbox import check_bubblewrap
 
 if TYPE_CHECKING:
     from areal_lite.rollout.vllm_engine import VllmEngine
@@ -156,13 +156,15 @@ def load_workflows(config: Config) -> Workflows:
             wanted.setdefault(source.workflow, (source.workflow, {}))
     default, loaded = rollout.workflow, {name: _load(*one) for name, one in wanted.items()}
     if rollout.workflow_command is not None:
+        if rollout.command_sandbox:
+            check_bubblewrap()
         default = "workflow_command"
         loaded[default] = (
             run_command,
             {
                 "command": rollout.workflow_command,
                 "memory_mb": rollout.command_memory_mb,
-                "is_sandboxed": rollout.command_sandbox and choose_kind("bubblewrap") == "bubblewrap",
+                "is_sandboxed": rollout.command_sandbox,
             },
         )
     return Workflows(

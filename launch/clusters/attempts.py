@@ -331,13 +331,11 @@ def _gather(job: Job, number: int) -> None:
 
 
 def _sum_up(job: Job, record: Attempts) -> None:
-    """Write GPU hours and cost into the run's summary."""
+    """Write GPU hours into the run's summary."""
     folder = job.run_folder or job.files
     hours = sum(max(one.ended - one.began, 0.0) for one in record.attempts) / 3600  # one killed has no end
     gpu_hours = hours * job.profile.nodes * job.profile.gpus_per_node
     figures = {"attempts": len(record.attempts), "gpu_hours": gpu_hours}
-    if job.profile.price_per_gpu_hour:
-        figures["cost"] = gpu_hours * job.profile.price_per_gpu_hour
     with contextlib.suppress(OSError, ValueError):
         write_whole(folder / "summary.json", json.dumps(read_summary(folder) | figures, indent=2) + "\n")
 

@@ -30,8 +30,6 @@ class Profile(Section):
     """environment of every process of a job; values are kept in files of mode 0600 and never printed"""
     enter: str = ""
     """shell line before every command, such as: source /shared/venv/bin/activate; it must succeed"""
-    price_per_gpu_hour: float = Field(0.0, ge=0)
-    """for the cost in summary.json; 0 = unknown"""
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that all nodes may take to join"""
 

@@ -75,9 +75,9 @@ print(f"libzmq {zmq.zmq_version()}, loopback works")
 # As in a verifier's process, which may gain no rights: a bwrap that is setuid root does not work there.
 _SANDBOX = """
 import ctypes
-from areal_lite.verify.builtin.sandbox import choose_kind
+from areal_lite.verify.builtin.sandbox import check_bubblewrap
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
-choose_kind("bubblewrap")
+check_bubblewrap()
 print("bubblewrap works")
 """
 

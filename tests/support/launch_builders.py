@@ -19,7 +19,6 @@ CLUSTER: dict[str, Any] = {
     "network": "10.1.0.0/16",
     "env": {"HF_HUB_OFFLINE": "1"},
     "enter": "source /shared/venv/bin/activate",
-    "price_per_gpu_hour": 2.5,
     "ssh": {"hosts": ["a", "b", "c", "d"]},
     "ray": {"jobs": "http://head:8265"},
     "kubernetes": {

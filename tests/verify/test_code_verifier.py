@@ -15,7 +15,7 @@ from areal_lite.verify.builtin import program as program_module
 from areal_lite.verify.builtin.code import code
 from areal_lite.verify.builtin.program_tests import split_asserts
 from areal_lite.verify.builtin.program_text import find_program
-from areal_lite.verify.builtin.sandbox import choose_kind
+from areal_lite.verify.builtin.sandbox import check_bubblewrap
 from areal_lite.verify.protocol import Verifier
 
 pytestmark = pytest.mark.deadline
@@ -31,9 +31,9 @@ def run(completion: str, **row: Any) -> Any:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """What sandbox works here forgotten."""
-    choose_kind.cache_clear()
+    check_bubblewrap.cache_clear()
     yield
-    choose_kind.cache_clear()
+    check_bubblewrap.cache_clear()
 
 
 DEFINES, USES, WHOLE = "def triple(x): return 3 * x\n", "print(triple(5))\n", "print(3 * int(input()))\n"
@@ -423,12 +423,11 @@ def test_a_row_cannot_loosen_the_sandbox() -> None:
 
 
 def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """Seen failing with `auto` the default, and with the metric left out."""
+    """Seen failing with plain where bubblewrap does not work."""
     monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
     with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
         Verifier(code, {})
-    assert run(SUM, tests=SUM_TESTS, sandbox="auto").metrics["sandbox_plain"] == 1.0
-    assert "sandbox_plain" not in run(SUM, tests=SUM_TESTS, sandbox="plain").metrics
+    assert run(SUM, tests=SUM_TESTS, sandbox="plain").reward == 1.0
 
 
 @pytest.mark.parametrize(

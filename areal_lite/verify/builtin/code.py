@@ -11,7 +11,7 @@ from areal_lite.verify.builtin.program import Outcome, Program
 from areal_lite.verify.builtin.program_tests import read_tests, same_output, split_asserts
 from areal_lite.verify.builtin.program_text import find_program, names_of
 from areal_lite.verify.builtin.remote import ENDED
-from areal_lite.verify.builtin.sandbox import Limits, sweeping
+from areal_lite.verify.builtin.sandbox import Limits, check_bubblewrap, sweeping
 from areal_lite.verify.result import VerifyResult, prepared_by
 
 STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "processes")
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
     """For a person."""
 
 
-@prepared_by(lambda self: self.kind)
+@prepared_by(lambda self: self.sandbox == "plain" or check_bubblewrap())
 class code(Limits):
     """Run the Python program of a completion against the row's tests.
 
@@ -99,8 +99,7 @@ class code(Limits):
 
         Returns:
             The reward; metrics: the shares of cases that ended as `passed`, `wrong`, `crash`, `timeout`, `cpu`,
-            `memory`, `output` or `processes`, and with `sandbox: auto` whether it is `sandbox_plain`; feedback: what
-            the first failed case did.
+            `memory`, `output` or `processes`; feedback: what the first failed case did.
 
         Raises:
             ValueError: The row has no tests, or none that can be read.
@@ -135,8 +134,7 @@ class code(Limits):
         failed = [(index, item) for index, item in enumerate(verdicts, 1) if item.status != "passed"]
         feedback = [f"case {index} of {len(verdicts)}: {item.status}: {item.detail}" for index, item in failed[:1]]
         earned = shares["passed"] if self.reward == "share" else float(not failed)
-        kind = {"sandbox_plain": self.kind == "plain"} if self.sandbox == "auto" else {}
-        return VerifyResult(earned, feedback="".join(feedback), metrics=shares | kind)
+        return VerifyResult(earned, feedback="".join(feedback), metrics=shares)
 
 
 def run_examples(

@@ -82,7 +82,7 @@ class Program:
         if not (_can_be_read(self._channel, _START_TIMEOUT_S) and self._channel.recv(1)):
             trouble = self._texts()[1].strip()[-500:]
             self.close()
-            raise VerifierUnavailable(f"the sandbox ({limits.kind}) must start a program, it did not: {trouble}")
+            raise VerifierUnavailable(f"the sandbox ({limits.sandbox}) must start a program, it did not: {trouble}")
 
     def run(self, stdin: str = "", *, tests: object = None, more_output_bytes: int = 0) -> Outcome:
         """Run a case; once the program `has_ended`, at a limit that is met from outside, none can follow.
@@ -165,10 +165,10 @@ class Program:
             return "timeout"
         below = descendants(self._process.pid)
         # In bubblewrap the kernel counts them. Outside it counts all of the user's, so that only looking helps.
-        if self._limits.kind == "plain" and len(below) > self._limits.processes:
+        if self._limits.sandbox == "plain" and len(below) > self._limits.processes:
             return "processes"
         allowed = self._limits.memory_mb << 20
-        if self._limits.kind == "bubblewrap" and below:
+        if self._limits.sandbox == "bubblewrap" and below:
             allowed -= _bytes_of_inodes(below[-1])
         return "memory" if held_above(allowed, [self._process.pid, *below]) else None
 

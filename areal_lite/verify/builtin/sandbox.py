@@ -50,26 +50,18 @@ class Limits(Arguments):
     """a file, what it prints included, and in bubblewrap the whole temporary folder, in MiB"""
     processes: int = Field(8, gt=0)
     """processes and threads at once"""
-    sandbox: Literal["auto", "bubblewrap", "plain"] = "bubblewrap"
-    """plain = limits alone; auto = plain where bubblewrap does not work"""
-
-    @property
-    def kind(self) -> Kind:
-        """What `sandbox` comes to here."""
-        return choose_kind(self.sandbox)
+    sandbox: Kind = "bubblewrap"
+    """plain = limits alone"""
 
 
 @functools.cache
-def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
-    """Return what runs here; tries bubblewrap once, a `VerifierError` where that is asked for and does not work."""
-    if wanted == "plain" or not (trouble := _bubblewrap_trouble()):
-        return "plain" if wanted == "plain" else "bubblewrap"
-    if wanted == "bubblewrap":
+def check_bubblewrap() -> None:
+    """Try bubblewrap, once; a `VerifierError` where it does not work."""
+    if trouble := _bubblewrap_trouble():
         raise VerifierError(
             f"bubblewrap must work here, got: {trouble}. Fix: install it (apt-get install bubblewrap) and allow user "
             "namespaces, or write `sandbox: plain` to run a model's programs without a sandbox"
         )
-    return "plain"
 
 
 def _bubblewrap_trouble() -> str:
@@ -95,7 +87,7 @@ def command_line(folder: Path, file: str, descriptor: int, *, limits: Limits) ->
     file_bytes = max(limits.disk_mb * _MIB, limits.output_kb * 1024 + 1)
     figures = {"AS": limits.memory_mb * _MIB, "FSIZE": file_bytes, "NOFILE": _MAX_FILES, "CORE": 0}
     command, inside = list[str](), str(folder)
-    if limits.kind == "bubblewrap":
+    if limits.sandbox == "bubblewrap":
         command, inside = _bubblewrap(folder, disk_mb=limits.disk_mb), FOLDER
         # Bubblewrap's process and `inside.py` count as well. Outside, the limit would count all of the user's.
         figures["NPROC"] = limits.processes + 2

@@ -72,7 +72,6 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
             "nodes": 2,
             "shared": str(tmp_path),
             "network": "10.77.0.0/24",
-            "price_per_gpu_hour": 1.0,
             "ssh": {"hosts": ["lnode1", "lnode2"], "shell": shell},
         }
         (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
