@@ -38,6 +38,13 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What model families call the number of experts of a layer."""
 _BATCHED_TOKENS = 8192
 """Of one forward pass of vLLM, about."""
+_RANK_PROCESS, _ENGINE_PROCESS = 0.3 * 2**30, 1.0 * 2**30
+"""A process with torch, and the two of an engine with vLLM, before they hold a model; measured on a CPU."""
+_OTHER_PROCESSES, _VERIFIER_PROCESS = 0.45 * 2**30, 0.1 * 2**30
+"""Ray's own, controller and queue together, and a verifier worker; measured on a CPU."""
+_ENGINE_COPIES = 3
+"""Copies of the weights in a CPU engine beside those in use and those received: prepared ones, and those being loaded.
+A fit to the peaks of one model (134.5 M numbers, float32, resident)."""
 
 
 def architecture_of(config: Config) -> Any:
@@ -244,6 +251,18 @@ def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: floa
     if config.run.device == "cpu":
         return parts | {"KV cache": rollout.kv_cache_mb * 2.0**20}
     return parts | {"KV cache": rollout.gpu_memory_fraction * gib * 2**30 - sum(parts.values())}
+
+
+def cpu_parts(size: RankSize, config: Config) -> dict[str, dict[str, float]]:
+    """Return the bytes that a CPU adds to a trainer rank and to an engine, and those of all other processes."""
+    return {
+        "trainer rank": {"Python and torch": _RANK_PROCESS},
+        "engine": {
+            "Python and vLLM": _ENGINE_PROCESS,
+            "further copies of the weights": _ENGINE_COPIES * size.num_parameters * _itemsize(config),
+        },
+        "other processes": {"Ray, queue, verifiers": _OTHER_PROCESSES + config.verifier.workers * _VERIFIER_PROCESS},
+    }
 
 
 def kv_bytes_per_token(architecture: Any, config: Config) -> float:

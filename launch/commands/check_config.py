@@ -8,6 +8,7 @@ import yaml
 
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.sections import COMMANDS
+from areal_lite.launch.commands.estimate import memory_here
 from areal_lite.launch.commands.options import Overrides, Recipe
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     size = f"{config.samples_per_step} samples" if config.command == "train" else f"{config.trainer.batch_size} rows"
     command = COMMANDS[config.command]
     print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
+    for line in memory_here(config):
+        print(f"# {line}")
     return 0
 
 

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
+from areal_lite.launch.commands.estimate import memory_here
 from areal_lite.launch.commands.options import Overrides
 from areal_lite.launch.run.recipe_check import Reach, check_recipe
 from areal_lite.node import NodeReport, installed_version, look_at_node
@@ -146,7 +147,7 @@ def doctor(
         tried = list(pool.map(try_out, probes_for(machine.build)))
     packages = package_check(metadata.requires("areal-lite") or [], build=machine.build, installed=installed_version)
     checks = [*machine_checks(machine), packages, *tried]
-    console.print(report(checks, build=machine.build))
+    console.print(report(checks, build=machine.build), *memory_here(config), sep="\n")
     return int(any(check.level is Level.PROBLEM for check in checks))
 
 

@@ -1,4 +1,4 @@
-"""`areal-lite estimate`: the GPU memory of a recipe, whether it fits, and its peak throughput."""
+"""`areal-lite estimate`: the memory of a recipe, whether it fits, and its peak throughput on GPUs."""
 
 import json
 import math
@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lite.config.checks import check_resources
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.config.sections import BUILT_IN
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Overrides, Recipe, out_file
+from areal_lite.node import memory_bytes
 
 APART = "transfers (apart)"
 HOST = "in the host's memory (apart)"
@@ -32,7 +35,7 @@ def estimate(
     ] = None,
     out: Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")] = None,
 ) -> int:
-    """Estimate GPU memory and peak throughput.
+    """Estimate memory, and on GPUs peak throughput.
 
     Needs neither GPU nor weights: model.path may be a folder with config.json, or a known name such as Qwen/Qwen2.5-7B.
     Exits with 1 if something does not fit.
@@ -58,7 +61,8 @@ def estimate(
             f"\nAt the peak of {gpu}, ranks train at most {trainer:,.0f} tokens/s, {generated:,.0f} of them generated; "
             f"engines generate at most {engines:,.0f}: the {side}. Runs reach a third to a half."
         )
-        console.print("\n".join(problems) if problems else f"It fits on {gpu}.", soft_wrap=True)
+    place = gpu if config.run.device == "cuda" else f"this machine ({need_in_words(config, figures)})"
+    console.print("\n".join(problems) if problems else f"It fits on {place}.", soft_wrap=True)
     return int(bool(problems))
 
 
@@ -70,7 +74,7 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     """
     from areal_lite.train import memory
 
-    known = memory.KNOWN["gpus"]
+    known, is_cpu = memory.KNOWN["gpus"], config.run.device == "cpu"
     if gpu not in known:
         raise ConfigError(f"--gpu must be one of {', '.join(known)}, got {gpu}. Fix: choose one with as much memory")
     architecture, card = memory.architecture_of(config), known[gpu]
@@ -78,10 +82,14 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     engine = memory.engine_parts(architecture, size, config, gib=card["gib"])
     token = memory.kv_bytes_per_token(architecture, config)
     offloaded = {HOST: size.host} if config.trainer.offload else {}
+    more = memory.cpu_parts(size, config) if is_cpu else {}
+    place = {"gpu": "this machine", "gib": memory_bytes() / 2**30} if is_cpu else {"gpu": gpu, "gib": card["gib"]}
+    apart = {APART: memory.handover_bytes(size, config)} | offloaded
     return {
-        "model": config.model.path, "parameters": size.num_parameters, "gpu": gpu, "gib": card["gib"],
-        "trainer rank": in_gib({**size.parts, APART: memory.handover_bytes(size, config)} | offloaded),
-        "engine": in_gib(engine),
+        "model": config.model.path, "parameters": size.num_parameters, **place,
+        "trainer rank": in_gib({**more.get("trainer rank", {}), **size.parts, **apart}),
+        "engine": in_gib({**more.get("engine", {}), **engine}),
+        **({"other processes": in_gib(more["other processes"])} if is_cpu else {}),
         "kv_tokens": max(0, int(engine["KV cache"] / token)),
         "tokens_per_s": {
             "trainer": memory.trainer_tokens_per_s(architecture, size, config, tflops=card["tflops"]),
@@ -100,6 +108,28 @@ def peak_gib(figures: Mapping[str, Any]) -> float:
     return float(sum(value for name, value in figures["trainer rank"].items() if name not in (APART, HOST)))
 
 
+def need_gib(config: Config, figures: Mapping[str, Any]) -> float:
+    """Return the GiB of all processes of a run on one machine without GPUs, each at its peak."""
+    rank, engine, others = peak_gib(figures), sum(figures["engine"].values()), sum(figures["other processes"].values())
+    return float(config.trainer.ranks * rank + config.rollout.workers * engine + others)
+
+
+def need_in_words(config: Config, figures: Mapping[str, Any]) -> str:
+    """Return what all processes need, and what this machine has."""
+    return f"all processes need {need_gib(config, figures):.1f} of {figures['gib']:.1f} GiB"
+
+
+def memory_here(config: Config | OfflineConfig) -> list[str]:
+    """Return what a run with a real model and without GPUs needs of this machine, and what to change; else nothing."""
+    if not isinstance(config, Config) or config.run.device != "cpu" or config.model.path == BUILT_IN:
+        return []
+    from areal_lite.record.paths import with_absolute_paths
+
+    config = with_absolute_paths(config, ("model",), with_weights=False)
+    figures = all_figures(config, gpu="H100")
+    return list(find_problems(config, figures)) or [need_in_words(config, figures)]
+
+
 def memory_table(figures: Mapping[str, Any]) -> Table:
     """Return a table of GiB by part, for a trainer rank and for a GPU of an engine."""
     table = Table(
@@ -107,16 +137,24 @@ def memory_table(figures: Mapping[str, Any]) -> Table:
         title=f"{figures['model']}: {figures['parameters'] / 1e9:,.3g} billion parameters",
     )  # fmt: skip
     rank, engine = figures["trainer rank"], figures["engine"]
-    for place in ("trainer rank", "engine, each GPU"):
+    others = figures.get("other processes", {})
+    columns = {"trainer rank": rank, "engine" if others else "engine, each GPU": engine}
+    columns |= {"other processes": others} if others else {}
+    for place in columns:
         table.add_column(place, justify="right")
-    for name in dict.fromkeys((*rank, *engine)):
-        table.add_row(name, *(f"{part[name]:.2f}" if name in part else "" for part in (rank, engine)))
-    table.add_row("at the peak", f"{peak_gib(figures):.2f}", f"{sum(engine.values()):.2f}", style="bold")
+    for name in dict.fromkeys(name for parts in columns.values() for name in parts):
+        table.add_row(name, *(f"{parts[name]:.2f}" if name in parts else "" for parts in columns.values()))
+    sums = (peak_gib(figures), *(sum(parts.values()) for parts in (engine, others) if parts))
+    table.add_row("at the peak", *(f"{total:.2f}" for total in sums), style="bold")
     return table
 
 
 def find_problems(config: Config, figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each place that does not fit, with what to change."""
+    if config.run.device == "cpu":
+        if need_gib(config, figures) > figures["gib"]:
+            yield f"It does not fit: {need_in_words(config, figures)}. Fix: {_shrink_on_cpu(config, figures)}."
+        return
     rollout, context, engine = config.rollout, config.model.max_context, figures["engine"]
     taken = rollout.gpu_memory_fraction * figures["gib"] if config.weights.transport == "ipc" else 0.0
     limit, peak = FULL * figures["gib"] - taken, peak_gib(figures)
@@ -157,6 +195,19 @@ def _shrink_rank(config: Config, rank: Mapping[str, float], *, peak: float, limi
     ranks = math.ceil(trainer.ranks * states / (limit - activations))
     more = f"{also}raise trainer.ranks={trainer.ranks} to {ranks} or more"
     return more if trainer.offload else f"{more}, or set trainer.offload=true"
+
+
+def _shrink_on_cpu(config: Config, figures: Mapping[str, Any]) -> str:
+    """Return the cheapest change that makes a run fit where all processes share one memory."""
+    trainer, context, rank = config.trainer, config.model.max_context, figures["trainer rank"]
+    kept = rank["activations kept by layers"]
+    over = (need_gib(config, figures) - figures["gib"]) / trainer.ranks
+    rows = int((kept - over) / kept * trainer.micro_batch_tokens) // context
+    if rows >= 1:
+        return f"lower trainer.micro_batch_tokens={trainer.micro_batch_tokens} to {rows * context} or less"
+    if not trainer.activation_checkpointing:
+        return f"set trainer.activation_checkpointing=true and trainer.micro_batch_tokens={context}"
+    return "take a smaller model, or train adapters alone (trainer.lora)"
 
 
 def _shrink_engine(config: Config, engine: Mapping[str, float]) -> str:
