@@ -6,6 +6,8 @@ something to save.
 
 import os
 import signal
+import sys
+import threading
 from typing import Any
 
 
@@ -14,13 +16,18 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_now)
     from areal_lite.launch.commands.main import main as run
+    from areal_lite.launch.run.signals import LEAVING
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        return run()
+        code = run()
     except KeyboardInterrupt:  # the second one, while the first one ended the command
-        return 130
+        code = 130
+    if any(thread.name == LEAVING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _exit_now(number: int, frame: Any) -> None:

@@ -17,7 +17,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.run.signals import notices_held_back, undisturbed
+from areal_lite.launch.run.signals import LEAVING, notices_held_back, undisturbed
 from areal_lite.network import listens
 from areal_lite.node import check_memory
 
@@ -128,7 +128,7 @@ def _leave() -> None:
     for child in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving = threading.Thread(target=ray.shutdown, name=LEAVING, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_TIMEOUT_S)
     for process in processes:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LEAVING = "ray-shutdown"
+"""Name of the thread that leaves Ray. Where it hangs, Python's own exit crashes, and a command exits without it."""
 
 
 @contextlib.contextmanager

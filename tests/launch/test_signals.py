@@ -20,6 +20,27 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+HANGS = """
+import sys, threading, time
+from areal_lite.launch.commands import entry, main
+
+def command():
+    threading.Thread(target=time.sleep, args=(600,), name=entry_name).start()
+    print("ends")
+    return 7
+
+from areal_lite.launch.run.signals import LEAVING as entry_name
+main.main = command
+sys.exit(entry.main())
+"""
+
+
+def test_a_command_that_cannot_leave_ray_ends_with_its_code() -> None:
+    """Seen failing, for real: with a segmentation fault (code -11) where the raylet of others hangs; here, it waits."""
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (7, "ends\n"), done.stderr
+
+
 def test_before_work_begins_the_first_one_ends_at_once() -> None:
     for number in (signal.SIGINT, *NOTICES):
         with Interrupts(save_deadline_s=30) as interrupts:
