@@ -1,4 +1,4 @@
-"""Tables of measurements show what their JSON files hold, and results are copied into those files."""
+"""Tables of measurements show what their JSON files hold."""
 
 from types import ModuleType
 

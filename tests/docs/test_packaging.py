@@ -169,9 +169,6 @@ def test_what_an_image_copies_exists_and_is_what_the_set_up_reads(dockerfile):
     assert copied(dockerfile) & set(ignored) == set()
 
 
-# ---------------------------------------------------------------- commands
-
-
 # ---------------------------------------------------------------- every file
 
 ELSEWHERE = ["/home/", "/root/", "/Users/", f"{ROOT}/"]

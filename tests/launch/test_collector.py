@@ -1,4 +1,4 @@
-"""Figures of several workers as one, and an evaluation in words."""
+"""Figures of several workers as one; losses and errors, each reported once."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A program that imports areal-lite, and calls `areal_lite.run`, stays as it was; the tests' own Ray starts quickly."""
+"""A program that imports areal-lite, and calls `areal_lite.run`, stays as it was."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The report in Chromium: it opens from disk without errors, charts have marks, the timeline zooms, all fits."""
+"""The report in Chromium: it opens from disk without errors, charts have marks, the timeline zooms."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -111,9 +111,6 @@ def test_json_is_written_whole_or_not_at_all(folder: RunFolder) -> None:
     assert (folder.path / "config.json").read_text() == before
 
 
-# --- checkpoints ---
-
-
 # --- a resumed run ---
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the order of measurements, ratios, columns and tables."""
+"""What every benchmark shares: the order of measurements, and columns of tables."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The batch script of a job, for two profiles, and Slurm's words for how a job stands, turned into ours."""
+"""The batch script of a job on four nodes, and Slurm's words for how a job stands, turned into ours."""
 
 import os
 import subprocess
