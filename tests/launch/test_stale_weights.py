@@ -1,4 +1,4 @@
-"""A correct mixture in bfloat16 passes the comparison of engine and trainer, though its routers choose for themselves."""
+"""A correct mixture in bfloat16 passes the comparison of engine and trainer."""
 
 from pathlib import Path
 
