@@ -16,7 +16,7 @@ from areal_lite.record.report.overview import answers
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.rewards import reward_charts
 from areal_lite.record.report.timeline import timeline
-from areal_lite.record.report.times import failure_table, lane_shares, mean_shares, verifier_charts
+from areal_lite.record.report.times import failure_chart, failure_table, lane_shares, mean_shares
 from areal_lite.record.run_folder import changed
 
 
@@ -174,7 +174,7 @@ def test_failures_are_counted_once(tmp_path: Path) -> None:
     for row, times in zip(run.metrics, (2, 3, 2), strict=True):
         row["verifier_failures"] = {"timeout": times}
     assert failure_table(run) == [{"what": "verifier failed", "reason": "timeout", "times": 5}]
-    *_, chart = verifier_charts(run)
+    chart = failure_chart(run)
     assert chart is not None
     assert [(trace["name"], trace["y"]) for trace in chart.data] == [("timeout", [2.0, 1.0, 2.0])]
 

@@ -59,7 +59,7 @@ def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
     """Seen failing with empty sections kept: an offline run has no timeline, no lengths, no samples."""
     online, offline, comparison, bench = (headings(page) for page in pages(tmp_path))
     assert online == ["Overview", "Learning", "Timeline", "Samples", "Speed and memory", "Age of the tokens",
-                      "Lengths", "Verifiers", "Groups", "Loss diagnostics", "Settings"]  # fmt: skip
+                      "Lengths", "Verifiers", "Loss diagnostics", "Settings"]  # fmt: skip
     assert offline == ["Overview", "Loss diagnostics", "Settings"]
     assert headings(write_report(make_run(tmp_path / "new", steps=0, summary=False))) == [
         "Overview", "Timeline", "Settings"

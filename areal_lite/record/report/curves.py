@@ -15,10 +15,6 @@ from areal_lite.record.run_files import Row, number, numbers, table
 
 STEPS = "trainer step"
 """The axis that the page can switch."""
-_WAITING = {
-    "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
-    "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
-}  # fmt: skip
 
 
 def _line(run: RunFiles, key: str, *, name: str = "", within: str = "") -> Line:
@@ -62,11 +58,6 @@ def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     yield lines("figures of the loss function", curves, x=STEPS, y="mean per trained token", legend=True)
 
 
-def constants(runs: Sequence[RunFiles]) -> dict[str, float]:
-    """Return the figures of the loss that were the same in every step of every run, by title."""
-    return {metric.curve: values.pop() for metric, values in _measured(runs, "Loss diagnostics") if len(values) == 1}
-
-
 def metric_charts(runs: Sequence[RunFiles], section: str) -> Iterator[Chart | None]:
     """Draw a chart per metric of a section that was not always 0."""
     for metric, values in _measured(runs, section):
@@ -101,12 +92,7 @@ def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     steps = [number(row.get("step")) for row in run.metrics]
     shares = [as_shares(numbers(row.get("age_histogram"))) for row in run.metrics]
     curves = [Line(name=f"age {age}", x=steps, y=[row.get(age, 0.0) for row in shares]) for age in age_histogram(run)]
-    yield stacked("ages over steps", curves, x=STEPS, y="share of tokens", range=[0, 1])
-    bound = number(table(run.config.get("queue")).get("max_staleness"))
-    dashed = {"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}}
-    limit = Line(name="eta", x=steps, y=[bound] * len(steps), style=dashed)
-    oldest = [_line(run, "age_mean", name="mean"), _line(run, "age_max", name="oldest"), limit]
-    yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero", note=note)
+    yield stacked("ages over steps", curves, x=STEPS, y="share of tokens", range=[0, 1], note=note)
 
 
 def _trained_quarters(run: RunFiles) -> Chart | None:
@@ -125,12 +111,6 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
     for row in run.metrics:
         total.update(numbers(row.get("age_histogram")))
     return {age: total[age] for age in sorted(total, key=lambda age: int(age) if age.isdigit() else -1)}
-
-
-def ledger_chart(run: RunFiles) -> Chart | None:
-    """Draw the groups in progress."""
-    in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
-    return stacked("groups in progress", in_flight, x=STEPS, y="groups")
 
 
 def step_times(run: RunFiles) -> Chart | None:

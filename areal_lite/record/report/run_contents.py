@@ -43,15 +43,14 @@ def _online_sections(run: RunFiles, shares: dict[str, dict[str, float]]) -> Iter
     yield Section("Lengths", [charts_block(times.length_charts([run]))], is_folded=True)
     verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")
     failures = Block("table", times.failure_table(run), "failures, over all steps")
-    yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures], is_folded=True)
     ledger = {state.replace("_", " "): int(n) for state, n in numbers(run.last.get("ledger")).items() if n}
-    groups = [charts_block([curves.ledger_chart(run)]), Block("sentence", ledger, "At the last step")]
-    yield Section("Groups", groups, is_folded=True)
+    groups = Block("sentence", ledger, "Groups at the last step")
+    verifying = [charts_block([times.failure_chart(run)]), verifiers, failures, groups]
+    yield Section("Verifiers", verifying, is_folded=True)
 
 
 def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
-    same = Block("sentence", curves.constants(runs), "The same wherever measured")
-    return [charts_block(curves.diagnostics(runs), small=True), same]
+    return [charts_block(curves.diagnostics(runs), small=True)]
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
@@ -66,14 +65,7 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "samples/s": number(summary.get("samples_per_s")),
         "seconds": number(summary.get("wall_s", run.last.get("time_s"))),
         "loss, first → last steps": _ends(summary, "loss"),
-        "tokens generated/s": number(summary.get("gen_tokens_per_s")),
-        "tokens trained/s": number(summary.get("trained_tokens_per_s")),
     }
-    for name, key in (("generators idle", "rollout_idle"), ("trainer idle", "trainer_idle"), ("paused", "paused")):
-        share = number(summary.get(f"{key}_fraction"))
-        figures[name] = None if share is None else f"{share:.1%}"
-    if "age_max_trained" in summary:
-        figures["oldest token trained"] = f"{summary['age_max_trained']} (eta {summary.get('max_staleness', '?')})"
     return {name: figure_text(value) for name, value in figures.items() if value is not None}
 
 

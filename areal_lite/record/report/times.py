@@ -4,10 +4,8 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from areal_lite.events import Event
-from areal_lite.record.lanes import PAUSE_PARTS, Stretch, lived, reading, sample_lengths
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import RunFiles
@@ -22,7 +20,7 @@ _STATES = {
 """In the order of the bars: work, the parts of a hand-over, then what is not work."""
 
 _BINS = 40
-"""Bars of a histogram of lengths, and periods over which latencies are summarised."""
+"""Bars of a histogram of lengths."""
 
 
 def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
@@ -83,22 +81,12 @@ def length_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     yield from metric_charts(runs, "Lengths")
 
 
-def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
-    """Draw how long a group's verification took over the run, and failures by step."""
-    clock, found = lived(run.events), [event for event in run.events if event["kind"] == "verify"]
-    ends = np.array([clock(event["end"]) for event in found])
-    taken_ms = np.array([1e3 * (event["end"] - event["start"]) for event in found])
-    width = max(ends.max(initial=0.0), 1e-9) / _BINS
-    bins = (ends / width).astype(int).clip(max=_BINS - 1)
-    curves = []
-    for name, share in (("median", 0.5), ("95th percentile", 0.95), ("slowest", 1.0)):
-        y = [float(np.quantile(taken_ms[bins == place], share, method="inverted_cdf")) for place in np.unique(bins)]
-        curves.append(Line(name=name, x=[(place + 0.5) * width for place in np.unique(bins).tolist()], y=y))
-    yield lines("verification of a group", curves, x="seconds of the run", y="milliseconds", type="log", dtick="D2")
+def failure_chart(run: RunFiles) -> Chart | None:
+    """Draw the failures of verifiers by step."""
     failures, steps = _added(run, "verifier_failures"), [row["step"] for row in run.metrics]
     reasons = sorted({reason for row in failures for reason in row})
     failed = [Line(name=reason, x=steps, y=[row.get(reason, 0.0) for row in failures]) for reason in reasons]
-    yield lines("failures of verifiers", failed, x=STEPS, y="samples")
+    return lines("failures of verifiers", failed, x=STEPS, y="samples")
 
 
 def verifier_table(run: RunFiles) -> list[Row]:
