@@ -20,6 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,9 @@ def draw_long_answers(content: Row) -> None:
         panels[len(rows) // 2].set_xlabel("tokens of the sample")
 
 
+SIMULATED = ("sweep", "ages")
+"""Parts of what `simulated.py` writes."""
+
 # ---------------------------------------------------------------- demo
 
 
@@ -450,6 +454,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     "presets": ("presets", of(PRESETS, lambda content: rows_of("plan", content["runs"]))),
     "staleness": ("staleness-ablation", of(OWN["staleness"], staleness)),
     "long answers": ("long-answers", of(OWN["long answers"], long_answers)),
+    **{f"simulated {part}": ("simulation", of(OWN[f"simulated {part}"], itemgetter(part))) for part in SIMULATED},
     "demo": ("demo", demo),
     "calculator": ("calculator", partial(demo, name="calculator")),
     "families": ("families", families),

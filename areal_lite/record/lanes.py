@@ -185,10 +185,14 @@ class Stretch:
         """Return the seconds in some states, added up over the workers; `slot_seconds` integrates running samples."""
         return sum(self._gained[lane].get(state, 0.0) for lane in self.workers for state in states)
 
+    def seconds(self, lane: str) -> dict[str, float]:
+        """Return a lane's seconds by state."""
+        gained = self._gained.get(lane, {})
+        return {state: seconds for state, seconds in gained.items() if state not in ("slot_seconds", GAP)}
+
     def shares(self, lane: str) -> dict[str, float]:
         """Return the share of a lane's time by state; empty for no time."""
-        gained = self._gained.get(lane, {})
-        spent = {state: seconds for state, seconds in gained.items() if state not in ("slot_seconds", GAP)}
+        spent = self.seconds(lane)
         elapsed = sum(spent.values())
         return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
 

@@ -69,6 +69,19 @@ def architecture_of(config: Config) -> Any:
         ) from error
 
 
+def known_gpu(name: str) -> Mapping[str, float]:
+    """Return a GPU's `gib`, `tflops` and `tb_per_s`, as of `KNOWN`.
+
+    Raises:
+        ConfigError: It is unknown.
+    """
+    known = KNOWN["gpus"]
+    if name not in known:
+        raise ConfigError(f"--gpu must be one of {', '.join(known)}, got {name}. Fix: choose one with as much memory")
+    card: Mapping[str, float] = known[name]
+    return card
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSize:
     """The sizes of a model, and the memory of a trainer rank at the peak of an update."""
@@ -106,7 +119,7 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
     Args:
         architecture: As of `architecture_of`.
     """
-    trainer, objective, itemsize = config.trainer, config.objective, _itemsize(config)
+    trainer, objective, itemsize = config.trainer, config.objective, itemsize_of(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(architecture)
     numbers, has_query_norm = num_parameters(model), any(".q_norm." in name for name, _ in model.named_parameters())
@@ -171,7 +184,7 @@ def _activation_parts(
     inputs alone. At the output layer it is the gradient of its weight, summed up in float32 over chunks of the logits;
     then no gradient of a layer is on its way, and one layer less is gathered.
     """
-    trainer, itemsize, tensor = config.trainer, _itemsize(config), config.trainer.mesh.tensor
+    trainer, itemsize, tensor = config.trainer, itemsize_of(config), config.trainer.mesh.tensor
     context = config.model.max_context
     tokens = max(1, trainer.micro_batch_tokens // context) * context / trainer.mesh.context
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads / tensor
@@ -229,8 +242,8 @@ def handover_bytes(size: RankSize, config: Config) -> float:
     whole model.
     """
     if config.weights.transport != "nccl":
-        return size.num_parameters * _itemsize(config)
-    return (size.outer_parameters + size.layer_parameters) * _itemsize(config) + _HANDOVER_BUFFERS
+        return size.num_parameters * itemsize_of(config)
+    return (size.outer_parameters + size.layer_parameters) * itemsize_of(config) + _HANDOVER_BUFFERS
 
 
 def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: float) -> dict[str, float]:
@@ -239,7 +252,7 @@ def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: floa
     Args:
         gib: GPU memory; not read on the CPU.
     """
-    rollout, itemsize, hidden = config.rollout, _itemsize(config), architecture.hidden_size
+    rollout, itemsize, hidden = config.rollout, itemsize_of(config), architecture.hidden_size
     parts = {
         "parameters": size.num_parameters * itemsize / rollout.tensor_parallel,
         "activations": _BATCHED_TOKENS * (2 * _mlp_width(architecture) + 4 * hidden) * itemsize
@@ -271,9 +284,9 @@ def kv_bytes_per_token(architecture: Any, config: Config) -> float:
     Multi-head latent attention (arXiv 2405.04434 §2.1) keeps one latent vector and one rotary key for all heads.
     """
     if latent := getattr(architecture, "kv_lora_rank", None):
-        return float(architecture.num_hidden_layers * (latent + architecture.qk_rope_head_dim) * _itemsize(config))
+        return float(architecture.num_hidden_layers * (latent + architecture.qk_rope_head_dim) * itemsize_of(config))
     heads = max(1.0, architecture.num_key_value_heads / config.rollout.tensor_parallel)
-    return 2.0 * int(architecture.num_hidden_layers) * float(heads) * _head_dim(architecture) * _itemsize(config)
+    return 2.0 * int(architecture.num_hidden_layers) * float(heads) * _head_dim(architecture) * itemsize_of(config)
 
 
 def trainer_tokens_per_s(architecture: Any, size: RankSize, config: Config, *, tflops: float) -> float:
@@ -284,7 +297,7 @@ def trainer_tokens_per_s(architecture: Any, size: RankSize, config: Config, *, t
     passes += (objective.kl != "none") + (objective.baseline == "critic")
     if objective.proximal == "recompute":
         passes += 1 if needs_proximal_first(objective) else 1 - 1 / minibatches
-    return config.trainer.ranks * tflops * 1e12 / (passes * _forward_flops(architecture, size, config))
+    return config.trainer.ranks * tflops * 1e12 / (passes * forward_flops(architecture, size, config))
 
 
 def engine_tokens_per_s(
@@ -298,12 +311,12 @@ def engine_tokens_per_s(
     length = config.model.max_context - config.rollout.max_new_tokens / 2
     running = min(config.rollout.slots, parts["KV cache"] / (per_token * length))
     read_s = (parts["parameters"] + running * per_token * length) / (tb_per_s * 1e12)
-    work_s = running * _forward_flops(architecture, size, config) / (tflops * 1e12 * config.rollout.tensor_parallel)
+    work_s = running * forward_flops(architecture, size, config) / (tflops * 1e12 * config.rollout.tensor_parallel)
     return max(0.0, config.rollout.workers * running / max(read_s, work_s))
 
 
-def _forward_flops(architecture: Any, size: RankSize, config: Config) -> float:
-    """Floating-point operations of a token's forward pass, attending to half the context."""
+def forward_flops(architecture: Any, size: RankSize, config: Config) -> float:
+    """Return the floating-point operations of a token's forward pass, attending to half the context."""
     attended = int(architecture.num_attention_heads) * _head_dim(architecture) * config.model.max_context / 2
     return 2.0 * size.num_active + 4 * int(architecture.num_hidden_layers) * attended
 
@@ -322,5 +335,6 @@ def _mlp_width(architecture: Any) -> int:
     return int(max(experts, getattr(architecture, "intermediate_size", 0)))
 
 
-def _itemsize(config: Config) -> int:
+def itemsize_of(config: Config) -> int:
+    """Return the bytes of a number in the compute dtype."""
     return int(getattr(torch, config.compute_dtype).itemsize)

@@ -74,10 +74,8 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     """
     from areal_lite.train import memory
 
-    known, is_cpu = memory.KNOWN["gpus"], config.run.device == "cpu"
-    if gpu not in known:
-        raise ConfigError(f"--gpu must be one of {', '.join(known)}, got {gpu}. Fix: choose one with as much memory")
-    architecture, card = memory.architecture_of(config), known[gpu]
+    is_cpu = config.run.device == "cpu"
+    card, architecture = memory.known_gpu(gpu), memory.architecture_of(config)
     size = memory.rank_size(architecture, config)
     engine = memory.engine_parts(architecture, size, config, gib=card["gib"])
     token = memory.kv_bytes_per_token(architecture, config)

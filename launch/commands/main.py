@@ -29,6 +29,7 @@ COMMANDS = {
     "drill": "drill:drill",
     "check-config": "check_config:check_config",
     "estimate": "estimate:estimate",
+    "simulate": "simulate:simulate_run",
     "model": "model:model",
     "verify": "verify:verify",
     "bench": "bench:bench",

@@ -8,7 +8,7 @@ from typing import Any
 from areal_lite.record.columns import cells
 from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
 from areal_lite.record.report.page import Block, Section, charts_block, figure_text
-from areal_lite.record.run_files import Row, numbers, table
+from areal_lite.record.run_files import Row, number, numbers, table
 
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
 
@@ -25,7 +25,8 @@ def bench_sections(results: Row) -> Iterator[Section]:
     curve = lines("held out", list(map(_curve, runs)), x="trainer step", y="mean score")
     yield Section("Runs", [charts_block([curve]), _table("plan", runs if "plan" in results else [])])
     columns = results.get("columns") or str(results.get("benchmark"))
-    yield Section("Figures", [_table(columns, _rows(results.get("rows")))])
+    rows = _rows(results.get("rows"))
+    yield Section("Figures", [charts_block([_split_chart(rows)]), _table(columns, rows)])
     yield Section("Targets", [_table("targets", _rows(results.get("targets")))])
     yield Section("All results", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
 
@@ -38,6 +39,18 @@ def _table(columns: Any, rows: Sequence[Row]) -> Block:
         return Block("table", [])
     texts = ((text.replace("\n", " · ").replace("**", "") for text in line) for line in shown)
     return Block("table", [dict(zip(titles, line, strict=True)) for line in texts])
+
+
+def _split_chart(rows: Sequence[Row]) -> Chart | None:
+    """Draw the speed of a simulated grid over the trainer's share of the GPUs, a line per eta."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        x, y = (number(row.get(name)) for name in ("ranks", "trained_tokens_per_s"))
+        if "eta" in row and x is not None and y is not None:
+            found.setdefault(f"eta {row['eta']}", []).append((x, y))
+    curves = [Line(name=name, x=[x for x, _ in points], y=[y for _, y in points]) for name, points in found.items()]
+    axis = "trainer ranks; engines have the other GPUs"
+    return lines("trained tokens/s", curves, x=axis, legend=True, rangemode="tozero") if len(rows) > 1 else None
 
 
 def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:

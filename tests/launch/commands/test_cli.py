@@ -19,7 +19,7 @@ from areal_lite.launch.commands.train import SUMMARY_KEYS
 
 COMMANDS = [
     "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch",
-    "drill", "check-config", "estimate", "model", "verify", "bench", "report", "watch", "doctor",
+    "drill", "check-config", "estimate", "simulate", "model", "verify", "bench", "report", "watch", "doctor",
 ]  # fmt: skip
 SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}
 

@@ -1,0 +1,165 @@
+"""The simulated run: closed forms, relations that any run has, and calibration on a log of known seconds."""
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_folders import new_run_folder
+from typer.testing import CliRunner
+
+from areal_lite.config.recipe import load_config
+from areal_lite.launch.bench.simulation import Inputs, simulate
+from areal_lite.launch.bench.simulation_inputs import inputs_of_run
+from areal_lite.launch.commands.main import app
+from areal_lite.sample_queue.ledger import LedgerSettings
+
+EVEN = {"sigma": 0.0, "median": 100, "slots": 32, "decode_s": 0.01, "train_s": 2.0}
+"""All samples have 100 tokens, and decode in a second."""
+
+
+def figures(inputs: Mapping[str, Any], *, steps: int = 30, **queue: Any) -> dict[str, Any]:
+    """Simulate 4 groups of 8 samples a step."""
+    settings = {"groups_per_step": 4, "samples_per_group": 8, "max_staleness": 0, "total_steps": steps, **queue}
+    return dict(simulate(Inputs.model_validate(inputs), LedgerSettings.model_validate(settings)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "eta", "step_s", "generators_idle", "trainer_idle"),
+    [
+        ({}, 0, 3.0, 2 / 3, 1 / 3),
+        ({"verify_s": 1.0}, 0, 4.0, 3 / 4, 2 / 4),
+        ({"pause_s": 0.5}, 0, 3.5, 2 / 3.5, 1 / 3.5),
+        ({"decode_sample_s": 0.01 / 32}, 0, 4.0, 2 / 4, 2 / 4),
+        # Two engines get two groups each; a second wave waits for slots.
+        ({"decode_sample_s": 0.01 / 16, "engines": 2}, 0, 4.0, 2 / 4, 2 / 4),
+        ({"slots": 16}, 0, 4.0, 2 / 4, 2 / 4),
+        ({"prompt_tokens": 50, "prefill_s": 0.005}, 0, 4.0, 2 / 4, 2 / 4),  # four prompts, a quarter of a second each
+        ({"prompt_tokens": 50, "train_s": 0.0, "train_token_s": 2 / (32 * 150)}, 0, 3.0, 2 / 3, 1 / 3),
+        ({}, 1, 2.0, 1 / 2, 0.0),
+        ({"train_s": 0.5}, 1, 1.0, 0.0, 1 / 2),
+    ],
+)
+def test_equal_lengths_have_a_closed_form(
+    changes: dict[str, Any], eta: int, step_s: float, generators_idle: float, trainer_idle: float
+) -> None:
+    """Synchronous: the sum of the parts; at eta 1 the longer one. Seen failing with a pause for engines alone."""
+    found = figures(EVEN | changes, max_staleness=eta)
+    assert found["step_s"] == pytest.approx(step_s, rel=1e-3)
+    assert found["samples_per_s"] == pytest.approx(32 / step_s, rel=1e-3)
+    assert found["generator_idle"] == pytest.approx(generators_idle, abs=2e-3)
+    assert found["trainer_idle"] == pytest.approx(trainer_idle, abs=2e-3)
+
+
+def test_context_slows_decoding_down() -> None:
+    """32 samples of t tokens each cost 32 t x: a second more over 100 tokens for x = 1 / (32 * 4950)."""
+    found = figures(EVEN | {"decode_context_s": 1 / (32 * 4950), "slots": 8, "train_s": 0.0}, steps=10)
+    # Four groups, one after another: 8 samples add a quarter of a second each; their step's length is looked at when
+    # a sample begins or ends, so equal lengths keep their first, empty context.
+    assert 4.0 <= found["step_s"] < 5.0
+
+
+def test_ages_and_masks_follow_from_the_lengths() -> None:
+    """A sample of k steps has k versions; the bound masks its first tokens. Seen failing with one span per sample."""
+    mixed = EVEN | {"lengths": {10: 9, 100: 1}, "train_s": 0.1}
+    wide = {"max_staleness": 4, "steps": 100}
+    found, bound = (figures(mixed, **wide, on_stale=policy) for policy in ("keep", "mask"))
+    assert found["age_max"] > 4 == bound["age_max"]
+    assert found["masked"] == 0 < bound["masked"]
+    assert bound["masked"] == pytest.approx(found["over_bound"], abs=0.05)
+    quarters = bound["masked_by_quarter"]
+    assert quarters == sorted(quarters, reverse=True)
+    assert quarters[0] > 2 * quarters[3]
+
+
+def test_relations_of_any_run() -> None:
+    """More asynchrony, engines or slots never slow a run down; `drop` trains less of long samples than `wait`."""
+    scene = {"sigma": 1.0, "slots": 16, "decode_sample_s": 0.001, "train_s": 1.0}
+    speeds = [figures(scene, max_staleness=eta)["samples_per_s"] for eta in (0, 1, 2, 4)]
+    assert all(more > 0.97 * less for less, more in pairwise(speeds))  # each run measures steps of its own
+    assert speeds[-1] > 1.5 * speeds[0]
+    sizes = [figures(scene | change)["samples_per_s"] for change in ({}, {"engines": 2})]
+    assert all(more > less for less, more in pairwise(sizes))
+    heavy = scene | {"sigma": 1.5}
+    strict, dropped = (figures(heavy, max_staleness=4, on_stale=policy) for policy in ("wait", "drop"))
+    assert strict["masked"] == dropped["masked"] == 0
+    longest = "1025-4096"
+    assert min(strict["trained_by_length"][longest]) > 0.8
+    assert max(dropped["trained_by_length"][longest]) < 0.6
+    assert strict["samples_per_s"] < dropped["samples_per_s"]
+
+
+def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
+    """A log written with known seconds gives them back. Seen failing with pauses counted as decoding."""
+    overrides = [f"run.dir={tmp_path}/run", "rollout.workers=1", "trainer.ranks=2"]
+    folder = new_run_folder(load_config("arith_cpu", overrides))
+    rng, now, rows, events = np.random.default_rng(0), 100.0, [], list[dict[str, Any]]()
+
+    def emit(lane: str, kind: str, **ids: Any) -> None:
+        events.append({"time": now, "lane": lane, "kind": kind, **ids})
+
+    for step in range(1, 13):
+        emit("trainer", "wait")
+        lengths = np.sort(rng.integers(10, 200, 8)).tolist()
+        start, samples, done = now, [], 0
+        emit("rollout/0", "running", n=len(lengths))
+        for place, length in enumerate(lengths):
+            now += (length - done) * (0.02 + 0.005 * (len(lengths) - place))
+            done = length
+            if place == 3:
+                emit("rollout/0", "pause")
+                now += 0.25
+                emit("rollout/0", "resumed")
+            samples.append({"end": now, "tokens": length, "spans": [[step - 1, 0, length]]})
+            emit("rollout/0", "running", n=len(lengths) - place - 1)
+        emit("rollout/0", "group", group=f"g{step}", start=start, samples=samples)
+        generated, now = now, now + 0.5
+        emit("verifier/0", "verify", group_id=f"g{step}", start=generated, end=now)
+        emit("trainer", "train")
+        now += 0.01 * sum(lengths)
+        emit("trainer", "trained")
+        now += 0.25
+        emit("trainer", "published", version=step)
+        rows.append({"step": step, "tokens_trained": sum(lengths), "tokens_masked_stale": 0})
+    folder.append("events.jsonl", events)
+    folder.append("metrics.jsonl", rows)
+    found, config = inputs_of_run(folder.path)
+    assert config.trainer.ranks == 2
+    assert found.decode_s == pytest.approx(0.02, rel=0.05)
+    assert found.decode_sample_s == pytest.approx(0.005, rel=0.05)
+    assert found.pause_s == pytest.approx(0.25, rel=0.01)
+    assert found.verify_s == pytest.approx(0.5, rel=0.01)
+    assert found.train_token_s == pytest.approx(0.01, rel=0.15)
+    assert sum(found.lengths.values()) == 96
+
+
+def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None:
+    """A grid over a profile's GPUs: the fastest settings, all rows in the file; wrong input ends in a sentence."""
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("nodes: 1\ngpus_per_node: 4\n")
+    words = ["simulate", "gsm8k_1node", "model.path=Qwen/Qwen3-1.7B", "queue.groups_per_step=4", "--profile"]
+    run = CliRunner().invoke(
+        app, [*words, str(profile), "--grid", "--assume", "price_per_gpu_hour=2", "--out", f"{tmp_path}/out"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "limit" in run.output
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert {(row["ranks"], row["engines"]) for row in rows} == {(1, 3), (2, 2), (3, 1)}
+    assert {row["eta"] for row in rows} == {0, 1, 2, 4, 8}
+    for row in rows:
+        assert row["gpu_hours_per_step"] == pytest.approx(4 * row["step_s"] / 3600)
+        assert row["cost_per_step"] == pytest.approx(2 * row["gpu_hours_per_step"])
+        assert math.isclose(row["trained_tokens_per_s"], 1e6 * 4 / 3600 / row["gpu_hours_per_million_tokens"])
+    assert "trained tokens/s" in (tmp_path / "out" / "report.html").read_text()
+    for wrong, message in (
+        (["--assume", "decode=1"], "decode"),
+        (["--from", str(tmp_path)], "config.json"),
+        (["--gpu", "H1000"], "--gpu must be one of"),
+    ):
+        failed = CliRunner().invoke(app, [*words, str(profile), *wrong])
+        assert failed.exit_code == 1
+        assert message in failed.output
