@@ -272,7 +272,7 @@ def cpu_parts(size: RankSize, config: Config) -> dict[str, dict[str, float]]:
         "trainer rank": {"Python and torch": _RANK_PROCESS},
         "engine": {
             "Python and vLLM": _ENGINE_PROCESS,
-            "further copies of the weights": _ENGINE_COPIES * size.num_parameters * _itemsize(config),
+            "further copies of the weights": _ENGINE_COPIES * size.num_parameters * itemsize_of(config),
         },
         "other processes": {"Ray, queue, verifiers": _OTHER_PROCESSES + config.verifier.workers * _VERIFIER_PROCESS},
     }

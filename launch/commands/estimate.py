@@ -14,7 +14,6 @@ from areal_lite.config.checks import check_resources
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.config.sections import BUILT_IN
-from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Overrides, Recipe, out_file
 from areal_lite.node import memory_bytes
 
