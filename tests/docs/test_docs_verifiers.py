@@ -320,9 +320,7 @@ def num_prompts(file: str) -> dict[str, int]:
 
 
 def test_the_data_of_the_recipes_is_there() -> None:
-    """`filtered.yaml` keeps levels from 1 to 3, of 2, 1 and 5."""
     assert num_prompts("my_data.yaml") == {"jsonl": 3}
-    assert num_prompts("filtered.yaml") == {"jsonl": 2}
     assert num_prompts("games.yaml") == {"numbers": 2048, "mazes": 2048}
     assert num_prompts("both.yaml") == {"sums": 8192, "asked_twice": 8192}
 
