@@ -20,8 +20,9 @@ from areal_lite.data.demonstrations import alphabet, demonstrations
 from areal_lite.data.encode import Tokenizer, load_tokenizer
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.node import check_folders, check_memory
+from areal_lite.node import check_folders, check_memory, memory_bytes
 from areal_lite.record.paths import check_model, with_absolute_paths
+from areal_lite.record.run_files import read_json
 from areal_lite.record.trackers import check_trackers
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.vllm_engine import check_engine_arguments
@@ -84,6 +85,8 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
     config, folder = loaded.config, loaded.model_folder
     if folder is not None:
         check_model(config, folder)
+        if reach >= Reach.MACHINE and config.run.device == "cpu" and config.trainer.lora is None:
+            _check_room(folder)
     if config.trainer.lora is not None or (config.command == "train" and config.rollout.replay_routes):
         from areal_lite.train.routes import check_layers  # imports torch
 
@@ -92,6 +95,19 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
     if config.command != "train":
         return Loaded(config=config, rows=load_offline(config, tokenizer))
     return _load_prompts(config, tokenizer, reach)
+
+
+def _check_room(folder: Path) -> None:
+    """Refuse a model whose float32 weights, gradients and moments alone exceed this machine's memory; without torch."""
+    saved = read_json(folder / "config.json")
+    itemsize = 2 if "16" in str(saved.get("dtype") or saved.get("torch_dtype")) else 4
+    numbers = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / itemsize
+    if (need := 16 * numbers) > (there := memory_bytes()):
+        raise ConfigError(
+            f"the model does not fit: expected weights, gradients and moments of at most {there / 2**30:.1f} GiB, got "
+            f"{need / 2**30:.1f} for {numbers / 1e9:.3g} billion parameters. Fix: take a smaller model, or train "
+            "adapters alone (trainer.lora); areal-lite estimate shows all that a run needs"
+        )
 
 
 def load_functions(config: Config) -> None:

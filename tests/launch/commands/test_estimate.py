@@ -103,6 +103,17 @@ def test_a_cpu_run_takes_what_was_measured(
     assert memory_here(load_config("arith_cpu")) == []
 
 
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hundred billion numbers of two bytes: 1,490 GiB of states. Seen failing without the check."""
+    LlamaConfig(**SMOLLM2, dtype="bfloat16").save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2 * 10**11)
+    assert cli.main(["check-config", "arith_cpu", f"model.path={tmp_path}"]) == 1
+    assert "got 1490.1 for 100 billion parameters. Fix: take a smaller model" in capsys.readouterr().err
+
+
 def test_a_profile_must_have_enough_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with the profile unread."""
     (tmp_path / "profile.yaml").write_text("nodes: 1\ngpus_per_node: 4\n")
