@@ -99,7 +99,7 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
         weights = {key: get_model_state_dict(model, options=options) for key, model in models.items()}
         record = {"stats": stats, "reduced": len(reduced), "scores": [one.tolist() for one in trainer.score(SEQUENCES)]}
         # After `score` too, whose forward pass no backward pass follows; seen failing without `reshard`.
-        for parameter in trainer.model.parameters() if world_size == 2 else ():
+        for parameter in trainer.model.parameters() if isinstance(trainer.model, FSDPModule) else ():
             assert (type(parameter.data), parameter.dtype) == (DTensor, torch.float32)
         (Path(out) / f"{name}-{rank}.json").write_text(json.dumps(record))
         torch.save(weights, Path(out) / f"{name}-{rank}.pt")
