@@ -218,12 +218,6 @@ def test_mistakes_are_told_in_one_sentence(
     assert output.out == ""
 
 
-@pytest.mark.parametrize("words", ["--arguments [1]", "--arguments {", "--limit 0", "--timeout inf", "--processes x"])
-def test_options_that_are_nothing_end_with_2(words: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "exact", "--data", "data.jsonl", *words.split()]) == 2
-    assert words.split()[0] in capsys.readouterr().err
-
-
 def test_ctrl_c_shows_what_there_is_so_far(tmp_path: Path) -> None:
     """Seen failing with the interrupt passed on: `stopped`, and nothing else."""
     write_lines(tmp_path / "data.jsonl", *[{"question": "q", "answer": "a"}] * 2000)
