@@ -78,20 +78,17 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
 @pytest.mark.smollm
 @pytest.mark.loop
 def test_it_trains_resumes_and_exports(ray_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, then another by an engine that loads what these saved; the export answers in transformers."""
+    """Two steps of its recipe, then another by an engine that loads what these saved; the export answers."""
     monkeypatch.chdir(folder)
-    rows = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(1, 9)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = (
-        "run.eval_every=0 run.checkpoint_every=0 model.path=builtin:smollm2-135m model.max_context=128 data.chat=true "
-        "data.source=jsonl data.path=rows.jsonl data.eval_path=rows.jsonl rollout.max_new_tokens=16 rollout.slots=16 "
-        "queue.groups_per_step=2 queue.samples_per_group=4 trainer.minibatches=1 trainer.lr=1e-6 weights.parity_every=1"
+        "run.eval_every=0 data.arguments.eval_size=8 rollout.slots=8 queue.groups_per_step=2 "
+        "queue.samples_per_group=4 trainer.lr=1e-6 weights.parity_every=1"
     )
     for more in ("run.dir=run run.steps=2", "run.resume=run run.steps=3"):
-        summary, run = run_loop(load_config("arith_cpu", [*words.split(), *more.split()]))
+        summary, run = run_loop(load_config("smollm_cpu", [*words.split(), *more.split()]))
         assert summary["status"] == "done"
     metrics = run.read("metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < 1e-4
+    assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < run.recipe().parity_limit()
     exported = find_model_folder(run.path, option="run")
     assert answers(exported, ["What is the capital of France?"]) == ["The capital of France is Paris."]
