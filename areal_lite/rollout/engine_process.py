@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 _ERRORS = "AREAL_LITE_ENGINE_ERRORS"
 """Names the file that the processes of an engine write their errors to."""
+_LOGGERS = ("vllm.model_executor.models.registry", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+"""What logs the errors that end an engine."""
 
 
 class EngineErrors:
@@ -25,12 +27,14 @@ class EngineErrors:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep errors that vLLM logs in this process, too."""
-        handler = _ErrorsToFile(self._path)
-        logging.getLogger("vllm").addHandler(handler)
+        keep = _ErrorsToFile(self._path)
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(keep)
         try:
             yield
         finally:
-            logging.getLogger("vllm").removeHandler(handler)
+            for name in _LOGGERS:
+                logging.getLogger(name).removeFilter(keep)
 
     def clear(self) -> None:
         """Forget errors that the engine has survived."""
@@ -42,15 +46,18 @@ class EngineErrors:
         return self._file.readline().strip()
 
 
-class _ErrorsToFile(logging.Handler):
+class _ErrorsToFile(logging.Filter):
+    """Not a handler: vLLM configures logging again while it starts, which removes those."""
+
     def __init__(self, path: str) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._path = path
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and (error := record.exc_info[1]) is not None:
             with contextlib.suppress(OSError), open(self._path, "a") as file:
                 file.write(in_a_line(error) + "\n")
+        return True
 
 
 def in_a_line(error: BaseException) -> str:
@@ -69,7 +76,8 @@ def set_up_engine_process() -> None:
     if parent is None:
         return
     if path := os.environ.get(_ERRORS):
-        logging.getLogger("vllm").addHandler(_ErrorsToFile(path))
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_ErrorsToFile(path))
     from tqdm import tqdm
 
     # tqdm's default lock is a semaphore shared between processes. Python reports it as leaked when this process is

@@ -44,13 +44,14 @@ if __name__ == "__main__":
 
 
 FAILING = """
-import logging, multiprocessing, os, sys
+import logging.config, multiprocessing, os, sys
 
 def work():
     from areal_lite.rollout.engine_process import set_up_engine_process
 
     set_up_engine_process()
     logger = logging.getLogger("vllm.v1.engine.core")
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"vllm": {"level": "INFO"}}})
     for name in ("torchvision", "another"):
         try:
             try:
@@ -74,7 +75,9 @@ if __name__ == "__main__":
 
 
 def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(tmp_path: Path) -> None:
-    """In a line, with its root. Seen failing with vLLM's own words alone: `Engine core initialization failed`."""
+    """In a line, with its root. Seen failing with vLLM's own words alone: `Engine core initialization failed`, and
+    with a handler, which vLLM's own configuration of logging removed.
+    """
     line = "RuntimeError: no worker; caused by ImportError: this needs torchvision"
     (tmp_path / "failing.py").write_text(FAILING)
     done = subprocess.run([sys.executable, tmp_path / "failing.py"], capture_output=True, text=True, timeout=60)
