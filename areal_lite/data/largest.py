@@ -6,9 +6,10 @@ from typing import Any
 from areal_lite.config.data import Split
 
 _NUMBERS = range(10, 100)
+# The largest stands in the middle: after an example with it at the end the model only ever names the last number.
 _EXAMPLE = [
     {"role": "system", "content": "Name the largest number."},
-    {"role": "user", "content": "41, 17, 90"},
+    {"role": "user", "content": "41, 90, 17"},
     {"role": "assistant", "content": "90"},
 ]
 
