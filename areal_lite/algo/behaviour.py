@@ -25,6 +25,7 @@ def behaviour_weights(
     level: Literal["token", "sequence", "geometric_mean", "none"],
     cap: float,
     above: Literal["mask", "truncate"],
+    floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token, which turns samples of the behaviour policy into samples of the proximal one.
 
@@ -35,8 +36,8 @@ def behaviour_weights(
         geometric_mean   w   = exp(mean of log w_t over the row's loss-mask tokens), the same on each of them
         none             w   = 1: the difference is ignored, whatever the log-probabilities are
 
-    Above the cap, `mask` sets `w = 0` (no gradient) and `truncate` sets `w = cap`. A weight that is no number is 0
-    either way: nothing is known about its token.
+    Above the cap, `mask` sets `w = 0` (no gradient) and `truncate` sets `w = cap`. Below the floor `w = 0`. A weight
+    that is no number is 0, too: nothing is known about its token.
 
     Args:
         proximal_logprobs_T: [T] under the weights of the moment the batch was taken, in nats.
@@ -47,17 +48,19 @@ def behaviour_weights(
         level: See above.
         cap: Largest weight, > 0.
         above: What happens above it.
+        floor: Smallest weight, >= 0.
 
     Returns:
         [T] weights, 0 outside the loss mask, in the dtype of the logprobs and without gradient; and [T] booleans:
-        loss-mask tokens above the cap (or no number).
+        loss-mask tokens above the cap or below the floor (or no number).
 
     Raises:
         ValueError: The shapes differ, the mask is not boolean, or `level` or `above` is unknown.
 
     Source:
         arXiv 2505.24298 eq. 5 (token), which has no cap; geometric_mean: the sequence ratio of arXiv 2507.18071 eq. 7,
-        of these two policies; truncate: `rho` of arXiv 1802.01561 eq. 1; mask is ours.
+        of these two policies; truncate: `rho` of arXiv 1802.01561 eq. 1; mask with a floor: IcePop, arXiv 2510.18855;
+        mask without one is ours.
     """
     check_tokens(loss_mask_T, proximal=proximal_logprobs_T, behaviour=behaviour_logprobs_T, rows=rows_T)
     if above not in ("mask", "truncate"):
@@ -72,9 +75,10 @@ def behaviour_weights(
     elif level != "token":
         raise ValueError(f"expected the level token, sequence, geometric_mean or none, got {level!r}")
     weights_T = log_weights_T.exp()
-    masked_T = loss_mask_T & ~(weights_T <= cap)
-    weights_T = weights_T.clamp(max=cap).nan_to_num(0.0) if above == "truncate" else inside(~masked_T, weights_T)
-    weights_T = inside(loss_mask_T, weights_T)
+    is_within_T = (weights_T >= floor) & (weights_T <= cap)
+    keeps_T = weights_T >= floor if above == "truncate" else is_within_T
+    masked_T = loss_mask_T & ~is_within_T
+    weights_T = inside(loss_mask_T & keeps_T, weights_T.clamp(max=cap))
     return weights_T.to(proximal_logprobs_T.dtype), masked_T
 
 

@@ -96,6 +96,8 @@ class ObjectiveConfig(LossConfig):
     """largest w"""
     behaviour_weight_above: Literal["mask", "truncate"] = "mask"
     """what happens above the cap: no gradient, or the cap itself"""
+    behaviour_weight_floor: float = Field(0.0, ge=0)
+    """smallest w; a token below it has no gradient"""
     behaviour_filter: Literal["none", "m2po", "geometric"] = "none"
     """m2po: drop tokens until the second moment fits; geometric: drop far-off sequences"""
     m2po_threshold: float = Field(0.04, gt=0)
@@ -123,6 +125,9 @@ class ObjectiveConfig(LossConfig):
             to_do = "set proximal=recompute, or behaviour_filter=none"
             because = "with objective.proximal=behaviour, the policy that it compares with itself"
             yield from self.unread(["behaviour_filter"], because, to_do=to_do)
+        if self.behaviour_weight_floor >= self.behaviour_weight_cap:
+            got = f"{self.behaviour_weight_floor} and {self.behaviour_weight_cap}"
+            yield f"objective.behaviour_weight_floor must lie below behaviour_weight_cap, got {got}"
         if (low := self.geometric_low) >= (high := self.geometric_high):
             yield f"objective.geometric_low must lie below geometric_high, got {low} and {high}"
         yield from self._penalty_problems()

@@ -144,6 +144,7 @@ class UpdateLoss:
             level=objective.behaviour_weight,
             cap=objective.behaviour_weight_cap,
             above=objective.behaviour_weight_above,
+            floor=objective.behaviour_weight_floor,
             **rows,
         )
         weights_T = torch.where(tokens.kept_T, weights_T, 0.0)

@@ -12,7 +12,9 @@ from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_ke
 NAN = float("nan")
 
 
-def run(case: Case, *, level: Any = "token", cap: float = 1.8, above: Any = "mask") -> tuple[np.ndarray, np.ndarray]:
+def run(
+    case: Case, *, level: Any = "token", cap: float = 1.8, above: Any = "mask", floor: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     weights, masked = behaviour_weights(
         tensor(case.proximal),
         behaviour_logprobs_T=tensor(case.behaviour),
@@ -22,11 +24,12 @@ def run(case: Case, *, level: Any = "token", cap: float = 1.8, above: Any = "mas
         level=level,
         cap=cap,
         above=above,
+        floor=floor,
     )
     return weights.numpy(), masked.numpy()
 
 
-def derive(case: Case, *, level: str, cap: float, above: str) -> tuple[np.ndarray, np.ndarray]:
+def derive(case: Case, *, level: str, cap: float, above: str, floor: float) -> tuple[np.ndarray, np.ndarray]:
     """Token by token, as quotients and products of probabilities."""
     weights, masked = np.zeros(len(case.mask)), np.zeros(len(case.mask), bool)
     for t in np.flatnonzero(case.mask):
@@ -38,22 +41,23 @@ def derive(case: Case, *, level: str, cap: float, above: str) -> tuple[np.ndarra
         }[level]
         weight = np.prod([np.exp(case.proximal[u]) / np.exp(case.behaviour[u]) for u in together])
         weight **= 1 / len(row) if level == "geometric_mean" else 1
-        masked[t] = weight > cap and level != "none"
-        weights[t] = weight if not masked[t] else 0.0 if above == "mask" else cap
+        masked[t] = (weight > cap or weight < floor) and level != "none"
+        weights[t] = weight if not masked[t] else 0.0 if above == "mask" or weight < floor else cap
     return weights, masked
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.8])
 @pytest.mark.parametrize("above", ["mask", "truncate"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric_mean", "none"])
-def test_weights_against_numpy(level: str, above: str) -> None:
+def test_weights_against_numpy(level: str, above: str, floor: float) -> None:
     """Seen failing with the weight inverted, a sequence summed over masked tokens too, and truncate read as mask.
 
     And with the geometric mean's product left as it is, or its root taken by the tokens of the row that are masked too.
     """
     for seed in range(3):
         case = make_case(seed)
-        weights, masked = run(case, level=level, cap=1.3, above=above)
-        expected, expected_masked = derive(case, level=level, cap=1.3, above=above)
+        weights, masked = run(case, level=level, cap=1.3, above=above, floor=floor)
+        expected, expected_masked = derive(case, level=level, cap=1.3, above=above, floor=floor)
         np.testing.assert_allclose(weights, expected, rtol=1e-12)
         np.testing.assert_array_equal(masked, expected_masked)
         assert masked.any() == (level != "none")

@@ -194,21 +194,28 @@ def test_without_weights_the_step_imitates_the_behaviour_policy() -> None:
     assert relative_distance(step_XV, weighted_gradient(rewards_S)) > 0.5
 
 
-@pytest.mark.parametrize("above", ["mask", "truncate"])
-def test_the_cap_takes_away_exactly_what_lies_above_it(above: str) -> None:
-    """The step of E_mu[held(w) R log pi], held(w) = cap or 0 above the cap: biased by what was taken away.
+@pytest.mark.parametrize(("above", "floor"), [("mask", 0.0), ("truncate", 0.0), ("mask", 0.7), ("truncate", 0.7)])
+def test_cap_and_floor_take_away_exactly_what_lies_beyond_them(above: str, floor: float) -> None:
+    """The step of E_mu[held(w) R log pi], held(w) = cap or 0 above the cap, 0 below the floor: biased by what left.
 
-    Seen failing with mask and truncate swapped, and with the cap compared with the token's weight.
+    Seen failing with mask and truncate swapped, with the cap compared with the token's weight, and without the floor.
     """
     rewards_S, logprobs_S = LANGUAGE.random_rewards(0), policy()[1]
     behaviour_S = LANGUAGE.sequence_logprobs(other_logits().log_softmax(dim=1))
     weights_S = (logprobs_S - behaviour_S).exp()
     cap = 1.5
     held_S = torch.where(weights_S <= cap, weights_S, cap if above == "truncate" else 0.0)
+    held_S = torch.where(weights_S < floor, 0.0, held_S)
     assert bool((weights_S > cap).any())
+    assert bool((weights_S < 0.7).any())
     expected_XV = gradient_of(
         lambda pi: (behaviour_S.exp() * held_S * rewards_S * LANGUAGE.sequence_logprobs(pi)).sum(),
         LANGUAGE.random_table(1),
     )
-    objective = plain(behaviour_weight="sequence", behaviour_weight_cap=cap, behaviour_weight_above=above)
+    objective = plain(
+        behaviour_weight="sequence",
+        behaviour_weight_cap=cap,
+        behaviour_weight_above=above,
+        behaviour_weight_floor=floor,
+    )
     assert_equal(estimate(objective, behaviour_logits_XV=other_logits()), expected_XV)

@@ -89,6 +89,7 @@ def compose(case: Case, knobs: ObjectiveConfig) -> tuple[float, np.ndarray]:
         level=knobs.behaviour_weight,
         cap=knobs.behaviour_weight_cap,
         above=knobs.behaviour_weight_above,
+        floor=knobs.behaviour_weight_floor,
         **everything,
     )
     loss, _ = policy_loss(

@@ -75,6 +75,7 @@ def estimate(
             level=objective.behaviour_weight,
             cap=objective.behaviour_weight_cap,
             above=objective.behaviour_weight_above,
+            floor=objective.behaviour_weight_floor,
             **rows,
         )
         costs_T = None

@@ -266,7 +266,7 @@ class PlainTrainer:
                 weight = math.exp(log_weights[knobs.behaviour_weight])
                 if knobs.behaviour_weight != "none" and weight > knobs.behaviour_weight_cap:
                     weight = knobs.behaviour_weight_cap if knobs.behaviour_weight_above == "truncate" else 0.0
-                if not p.kept[t]:
+                if not p.kept[t] or (knobs.behaviour_weight != "none" and weight < knobs.behaviour_weight_floor):
                     weight = 0.0
                 ratio = (mean_log_ratio if knobs.ratio_level == "sequence" else current[t] - p.proximal[t]).exp()
                 term = -weight * self._surrogate(ratio, p.advantages[t], current[t])

@@ -23,6 +23,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "sequence-weights": {"objective": {"behaviour_weight": "sequence", "behaviour_weight_cap": 1.5}},
     "geometric-weights": {"objective": {"behaviour_weight": "geometric_mean", "behaviour_weight_cap": 1.1}},
     "truncated-weights": {"objective": {"behaviour_weight_cap": 1.1, "behaviour_weight_above": "truncate"}},
+    "two-sided-weights": {"objective": {"behaviour_weight_cap": 1.1, "behaviour_weight_floor": 0.95}},
     "no-weights": {"objective": {"behaviour_weight": "none"}},
     "m2po": {"objective": {"behaviour_filter": "m2po", "m2po_threshold": 0.03}},
     "geometric": {"objective": {"behaviour_filter": "geometric", "geometric_low": 0.95, "geometric_high": 1.1}},
