@@ -70,7 +70,7 @@ class GymConfig(Section):
     train_size: int = Field(2048, ge=1)
     """training problems"""
     eval_size: int = Field(128, ge=1)
-    """held-out problems, none of them among the training ones"""
+    """held-out problems, never among the training ones"""
     seed: int = Field(0, ge=0)
     """seed of both splits"""
 
@@ -120,7 +120,7 @@ class SourceConfig(RowsConfig):
     workflow: str | None = None
     """workflow of rows without a column workflow; null = rollout.workflow"""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """longest prompt in tokens, others are counted and left out; null = a longer one than fits is an error"""
+    """longest prompt in tokens; longer ones are left out and counted; null = one that does not fit is an error"""
     reasoning_gym: GymConfig = GymConfig()
 
     def _problems(self) -> Iterable[str]:
@@ -168,7 +168,7 @@ class DataConfig(SourceConfig):
     mix: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$")], MixedSourceConfig] = {}
     """several sources by name, each with the keys of this section and a weight"""
     curriculum: float = Field(0.0, ge=0, le=1)
-    """share of prompts picked by observed pass rate, those near 1/2 first; 0 = the plain shuffle"""
+    """share of prompts picked by observed pass rate, those near 1/2 first; 0 = plain shuffling"""
 
     @property
     def sources(self) -> Mapping[str, SourceConfig]:

@@ -18,7 +18,7 @@ class OfflineRunConfig(RunConfig):
     """The run as a whole; nothing is generated, so there are no samples to log."""
 
     eval_every: int = Field(0, ge=0)
-    """steps between evaluations; 0 = only start and end"""
+    """steps between evaluations; 0 = only at start and end"""
     log_samples: Literal[0] = 0
     """nothing is sampled in an offline run"""
 
@@ -40,17 +40,17 @@ class OfflineDataConfig(RowsConfig):
     source: Literal["arith", "jsonl", "parquet", "dataset"] = "arith"
     """arith = built in; jsonl, parquet = a file of rows; dataset = a folder of the datasets library"""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """share of path held out where nothing else is; 0 = no evaluation"""
+    """share of path's rows to hold out if there are no other held-out rows; 0 = no evaluation"""
     prompt_column: str = "prompt"
     """column with the prompt, a text or chat messages"""
     completion_column: str = "completion"
     """column with the completion (sft)"""
     messages_column: str = "messages"
-    """column with a whole chat, read where no prompt is (sft)"""
+    """column with a whole chat, read if a row has no prompt (sft)"""
     chosen_column: str = "chosen"
     """column with the better completion (reward_model, dpo)"""
     rejected_column: str = "rejected"
-    """column with the worse one (reward_model, dpo)"""
+    """column with the worse completion (reward_model, dpo)"""
     chat: bool = False
     """put plain texts through the model's chat template too, as user and assistant"""
     too_long: Literal["error", "drop", "cut"] = "error"
@@ -73,9 +73,9 @@ class PreferenceConfig(Section):
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     """DPO, IPO, or reference-free SimPO"""
     beta: float = Field(0.1, gt=0)
-    """tie to the reference; with simpo scale of the mean logprob, 2.0 by default"""
+    """how strongly to stay near the reference; with simpo, scale of the mean logprob (default 2.0)"""
     label_smoothing: float = Field(0.0, ge=0, le=0.5)
-    """share of pairs taken to be the wrong way round"""
+    """assumed share of pairs whose labels are swapped"""
     length_normalised: bool = False
     """log-ratios per token instead of per completion"""
     simpo_margin: float = Field(0.5, ge=0)

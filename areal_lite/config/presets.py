@@ -44,7 +44,7 @@ class ObjectiveConfig(LossConfig):
     reward_clip: float | None = Field(None, gt=0)
     """shaped rewards lie in -reward_clip .. reward_clip"""
     overlong_buffer: float = Field(0.0, ge=0, lt=1)
-    """share of rollout.max_new_tokens in which length costs up to 1 (soft punishment)"""
+    """last share of rollout.max_new_tokens, over which a length penalty grows to 1 (soft overlong punishment)"""
     baseline: Literal["none", "batch_mean", "group_mean", "leave_one_out", "critic"] = "group_mean"
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
@@ -59,7 +59,7 @@ class ObjectiveConfig(LossConfig):
 
     # Which tokens train.
     sample_filter: Literal["all", "best_of_group", "varied_groups"] = "all"
-    """best_of_group: the best sample alone; varied_groups: not where all rewards are equal"""
+    """best_of_group: only the best sample; varied_groups: only groups whose rewards are not all equal"""
     mask_truncated: bool = False
     """samples cut off at the token limit do not train"""
 
@@ -69,7 +69,7 @@ class ObjectiveConfig(LossConfig):
     of a micro-batch that its signature names (T may be 0) to a share of the loss, a scalar, and a dict of sums over the
     loss mask, whose means are logged by name"""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """how tokens add up; constant divides each sequence by rollout.max_new_tokens"""
+    """how token losses are summed; constant divides each sequence by rollout.max_new_tokens"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     proximal_kl_coef: float = Field(0.0, ge=0)
@@ -77,19 +77,19 @@ class ObjectiveConfig(LossConfig):
 
     # Distance to a reference model.
     kl: Literal["none", "reward", "loss"] = "none"
-    """where KL(policy || reference) is charged"""
+    """where KL(policy || reference) is penalised"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d"""
     kl_coef: float = Field(0.0, ge=0)
     """weight of the reference KL"""
     kl_target: float | None = Field(None, gt=0)
-    """nats per token; doubles or halves kl_coef beyond a factor of 1.5; null = fixed"""
+    """target KL in nats per token; if the KL is off by a factor of 1.5, kl_coef doubles or halves; null = fixed"""
     reference_path: Annotated[str | None, Refers.MODEL] = None
     """reference model folder; null = the initial policy"""
 
     # Off-policy correction.
     proximal: Literal["recompute", "reuse", "behaviour"] = "recompute"
-    """proximal policy: one pass per batch, the current one (needs minibatches 1), or behaviour (naive PPO)"""
+    """proximal policy: from one pass per batch, the current policy (needs minibatches 1), or behaviour (naive PPO)"""
     behaviour_weight: Literal["token", "sequence", "geometric_mean", "none"] = "token"
     """w = pi_prox/pi_behav of each token, or the product or the geometric mean over the sequence"""
     behaviour_weight_cap: float = Field(5.0, gt=0)

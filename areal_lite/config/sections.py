@@ -30,24 +30,25 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1)
     """trainer steps of the whole run, resumed ones included"""
     resume: str | None = None
-    """run folder to continue in, from its newest whole checkpoint; areal-lite resume DIR sets it"""
+    """run folder to resume, from its latest complete checkpoint; areal-lite resume DIR sets it"""
     resume_from: str | None = None
-    """another checkpoint of run.resume: step-N"""
+    """an older checkpoint of run.resume, such as step-40"""
     eval_every: int = Field(0, ge=0)
-    """steps between evaluations beside generation; 0 = only start and end"""
+    """steps between evaluations, which run alongside training; 0 = only at start and end"""
     checkpoint_every: int = Field(50, ge=0)
-    """steps between checkpoints; 0 = none by steps"""
+    """steps between checkpoints; 0 = off"""
     checkpoint_every_minutes: float = Field(10.0, ge=0)
-    """minutes after which a step ends with a checkpoint as well; 0 = none by time; the end and Ctrl-C save anyway"""
+    """also save after the step in which this many minutes have passed since the last checkpoint; 0 = off; the end of
+    the run and Ctrl-C save anyway"""
     checkpoint_beside: bool = False
-    """write checkpoints in the background: steps wait only until weights and moments are copied, which doubles their
-    host memory"""
+    """write checkpoints in the background: training waits only for a copy of weights and moments in host memory, which
+    takes as much again"""
     keep_checkpoints: int = Field(2, ge=1)
-    """newest checkpoints kept on disk"""
+    """number of latest checkpoints kept on disk"""
     report: bool = True
-    """write report.html at the end; areal-lite report makes it at any time"""
+    """write report.html at the end; areal-lite report writes it at any time"""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """trackers that also get figures, samples and recipe; each needs its own package"""
+    """trackers that also receive metrics, samples and the recipe; each needs its package"""
     log_samples: int = Field(2, ge=0)
     """groups of each batch written to samples.jsonl"""
     stall_timeout_s: float = Field(120.0, gt=0)
@@ -58,8 +59,8 @@ class RunConfig(Section):
     """restarts of one rollout or verifier worker whose process or engine died; the count starts over after an hour of
     work; 0 = none"""
     max_restarts: int = Field(3, ge=0)
-    """returns to the last checkpoint, with a new queue and new ranks, before another one is written: after a rank died,
-    the queue was lost, or nothing moved for stall_timeout_s; 0 = the run ends"""
+    """restarts from the latest checkpoint, with a new queue and new ranks, until the next one is written: if a rank or
+    the queue died, or nothing progressed for stall_timeout_s; 0 = the run ends"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
     save_deadline_s: float = Field(30.0, gt=0)
@@ -71,10 +72,10 @@ class RunConfig(Section):
     ports: str = "20000-21999"
     """ports that queue and trainer listen on; gloo, NCCL and Ray choose others"""
     env: Annotated[dict[str, str | None], Refers.NOTHING] = {}
-    """environment variables of every process of the run; a secret by name alone, e.g. {WANDB_API_KEY: null}: it keeps
-    the value it has where the processes start"""
+    """environment variables of every process of the run; set a secret to null, e.g. {WANDB_API_KEY: null}: it keeps the
+    value that it has where the processes start"""
     preflight: bool = True
-    """check every node first, if there are several; as areal-lite doctor --cluster does"""
+    """check every node first, if there are several, as areal-lite doctor --cluster does"""
     min_bandwidth_mb_s: float = Field(10.0, ge=0)
     """MB/s that an all-reduce and a broadcast must reach in preflight; 0 = any"""
     prometheus_port: int | None = Field(None, ge=1, le=65535)
@@ -104,9 +105,9 @@ class LaunchConfig(Section):
     """What `areal-lite launch` does when the run fails."""
 
     max_attempts: int = Field(1, ge=1)
-    """runs at most, each from the newest checkpoint of the one before"""
+    """maximum number of attempts; each resumes from the latest checkpoint"""
     pause_s: float = Field(10.0, ge=0)
-    """seconds before the second; doubled after each, up to ten minutes"""
+    """seconds before the second attempt; doubles with each further one, up to ten minutes"""
 
 
 class WarmStartConfig(Section):
@@ -119,7 +120,7 @@ class WarmStartConfig(Section):
     lr: float = Field(3e-3, gt=0)
     """peak learning rate"""
     carelessness: float = Field(0.6, ge=0, le=1)
-    """share of carries and borrows that its worked solutions forget; RL unlearns it"""
+    """share of carries and borrows that its worked solutions forget, for RL to correct"""
     hidden_size: int = Field(128, ge=16)
     """width of the model"""
     num_layers: int = Field(4, ge=1)
@@ -141,8 +142,8 @@ class ModelConfig(Section):
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
     compute_dtype: Annotated[Literal["auto", "native", "float32", "bfloat16"], AfterValidator(_without_native)] = "auto"
-    """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda; native = bfloat16
-    also on a CPU that has instructions for it"""
+    """dtype of the trainer's matrix products and of the engine; auto = float32 on cpu, bfloat16 on cuda; native =
+    bfloat16 also on a CPU that has instructions for it"""
     chat_arguments: dict[str, Any] = {}
     """arguments of the model's chat template, e.g. {enable_thinking: false}"""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -168,11 +169,12 @@ class RolloutConfig(Section):
     workers: int = Field(1, ge=1)
     """rollout workers, one engine each"""
     interrupt: Literal["recompute", "keep_kv", "drain"] = "recompute"
-    """what a weight update does to running samples: re-prefill, keep their cache, or wait"""
+    """at a weight update, running samples are prefilled again (recompute), keep their cache (keep_kv), or end first
+    (drain)"""
     temperature: float = Field(1.0, gt=0)
     """sampling temperature; the trainer applies the same"""
     max_new_tokens: int = Field(128, ge=1)
-    """largest number of completion tokens, replies of an environment included"""
+    """maximum completion tokens, including an environment's replies"""
     workflow: str = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
     workflow_arguments: dict[str, Any] = {}
@@ -180,12 +182,12 @@ class RolloutConfig(Section):
     workflows: dict[OwnName, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
     workflow_command: str | None = None
-    """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
+    """instead of workflow, a program as typed in a shell: an agent in any language, see docs/agents.md"""
     command_memory_mb: int = Field(4096, ge=1)
     """memory limit in MiB of each process of workflow_command"""
     command_sandbox: bool = False
-    """run workflow_command in bubblewrap: it reads the system, Python and the working folder, writes nothing, and
-    reaches only the model"""
+    """run workflow_command in bubblewrap: it may read the system, Python and the working folder, write to its own /tmp,
+    and reach only the model"""
     tool_parser: str | None = None
     """how an agent's model calls tools: one of vLLM's tool parsers, such as hermes, or module:function, see
     docs/agents.md"""
@@ -195,12 +197,12 @@ class RolloutConfig(Section):
     """serve requests for another temperature, a forced tool call or a JSON schema without that constraint, and count
     them; false = refuse them"""
     turn_timeout_s: float = Field(10.0, gt=0)
-    """time limit in seconds of one reply of an environment"""
+    """time limit in seconds for one reply of an environment, and for an agent between two calls"""
     slots: int = Field(64, ge=1)
     """samples that an engine decodes at once"""
     max_episodes: int | None = Field(None, ge=1)
-    """largest number of samples of a worker, including those that wait for an environment; null = 16 times slots, or 8
-    with workflow_command, which takes a process each"""
+    """maximum samples in progress in a worker, including those that wait for an environment; null = 16 times slots, or
+    8 with workflow_command, as each is a process"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)
@@ -210,7 +212,7 @@ class RolloutConfig(Section):
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
     """share of a GPU's memory that an engine may use (cuda)"""
     engine_arguments: dict[str, Any] = {}
-    """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
+    """further AsyncEngineArgs of vLLM, such as quantization: fp8; see docs/models.md"""
     replay_routes: bool = False
     """the trainer sends each token to the experts that the engine chose for it, see docs/models.md (cuda)"""
 
@@ -248,17 +250,18 @@ class QueueConfig(Section):
     max_staleness: int = Field(4, ge=0)
     """eta: largest age a token may have and still train; 0 = synchronous"""
     on_stale: Literal["mask", "wait", "drop", "keep"] = "mask"
-    """how the bound is enforced when a batch is taken; keep = not at all: older tokens train with their weight"""
+    """how the bound is enforced when a batch is taken; keep = not enforced: older tokens train with their weight"""
     max_ahead: int | None = Field(None, ge=0)
-    """batches generated ahead of the one in training; null = max_staleness, and at most that"""
+    """batches generated ahead of the one in training, at most max_staleness; null = max_staleness"""
     groups_per_step: int = Field(16, ge=1)
-    """groups of one trainer step"""
+    """groups per trainer step"""
     samples_per_group: int = Field(8, ge=1)
-    """samples of one prompt (G)"""
+    """samples per prompt (G)"""
     reject: Literal["none", "zero_variance"] = "none"
     """zero_variance: groups whose rewards are all equal do not count towards a batch"""
     max_attempts: int = Field(3, ge=1)
-    """attempts at a prompt before it counts as failed(too_slow); lost workers before failed(crashes_workers)"""
+    """attempts at a prompt before it counts as failed(too_slow), or workers lost before it counts as
+    failed(crashes_workers)"""
     lease_timeout_s: float = Field(10.0, gt=0)
     """seconds without a heartbeat after which work is given to another worker"""
     max_message_mb: int = Field(32, ge=1)
@@ -273,13 +276,13 @@ class CriticConfig(Section):
     """The value model of `objective.baseline: critic`, trained beside the policy."""
 
     path: Annotated[str | None, Refers.MODEL] = None
-    """model folder its body starts from; null = the initial policy"""
+    """model folder that initialises its body; null = the initial policy"""
     lr: float = Field(1e-4, gt=0)
     """learning rate of its AdamW; the rest is as in trainer"""
     target: Literal["gae", "monte_carlo"] = "gae"
-    """what it learns: GAE's return, or the real one"""
+    """what it learns: GAE's return, or the observed return"""
     value_clip: float | None = Field(None, gt=0)
-    """how far a value may move per step (PPO); null = freely"""
+    """how far a value may move per step (PPO); null = no limit"""
     warmup_steps: int = Field(0, ge=0)
     """trainer steps at the start in which only the critic learns"""
 
@@ -288,9 +291,9 @@ class LoraConfig(Section):
     """Low-rank adapters, which learn in the place of the weights."""
 
     rank: int = Field(16, ge=1, le=512)
-    """of the adapters"""
+    """rank of the adapters"""
     alpha: float = Field(32.0, gt=0)
-    """adapters count alpha / rank times"""
+    """adapters are scaled by alpha / rank"""
     targets: tuple[str, ...] = ()
     """the linear layers that get one, such as q_proj; empty = all but the output layer"""
 
@@ -299,7 +302,8 @@ class MeshConfig(Section):
     """How many copies of the model the trainer ranks hold, and how many of them hold each together."""
 
     replicate: int = Field(1, ge=1)
-    """copies; weights are gathered within each, gradients are added up over all: for nodes with slow links between"""
+    """copies of the model; weights are gathered within a copy, gradients summed over all: for nodes with slow links
+    between"""
     tensor: int = Field(1, ge=1)
     """neighbouring ranks that work on the same rows, each with some heads and columns of every layer"""
     context: int = Field(1, ge=1)
@@ -319,7 +323,7 @@ class TrainerConfig(Section):
     minibatches: int = Field(2, ge=1)
     """optimiser updates per step"""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """tokens of one forward pass at most, padding too"""
+    """maximum tokens of one forward pass, including padding"""
     packing: bool = False
     """concatenate the rows of a pass instead of padding them; for flash_attention_2"""
     lr: float = Field(1e-4, gt=0)
@@ -333,20 +337,20 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """gradient norm is clipped to this"""
     reduce_every: Literal["micro_batch", "update"] = "micro_batch"
-    """when ranks add up gradients; update = less traffic, but each rank holds those of the whole model in float32"""
+    """when ranks sum gradients; update = less traffic, but each rank holds those of the whole model in float32"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
     mesh: MeshConfig = MeshConfig()
     offload: bool = False
-    """keep weights, gradients and moments in the host's memory, and layers on the GPU while they are at work"""
+    """keep weights, gradients and moments in host memory; a layer is on the GPU only while it computes"""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """of transformers' kernels, that which trains; auto = its default, eager where attention logits are capped"""
+    """attention kernel of transformers for training; auto = its default, or eager where attention logits are capped"""
     lora: LoraConfig | None = None
-    """train low-rank adapters, whose rank, alpha and targets it holds, and nothing else; null = every weight"""
+    """train only low-rank adapters with this rank, alpha and targets; null = train every weight"""
     threads: int = Field(1, ge=1)
     """CPU threads of one rank"""
     collective_timeout_s: float = Field(600.0, gt=0)
-    """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
+    """seconds a rank waits for the others in one operation; must exceed run.stall_timeout_s"""
 
     def _problems(self) -> Iterable[str]:
         copies, tensor = self.mesh.replicate, self.mesh.tensor
@@ -385,9 +389,10 @@ class WeightsConfig(Section):
     join_timeout_s: float = Field(30.0, gt=0)
     """time limit in seconds for engines to join the transfer group; those that exceed it are replaced"""
     parity_every: int = Field(20, ge=0)
-    """publications between logprob parity checks, after that of the first; 0 = never"""
+    """publications between logprob parity checks; the first is always checked; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"
-    """mean |engine - trainer| in nats that ends a run (99th percentile: 7 times that); auto = by dtype; 0 = report"""
+    """mean |engine - trainer| in nats that ends a run (99th percentile: 7 times that); auto = by dtype; 0 = only
+    report"""
 
     @property
     def staged(self) -> bool:

@@ -17,13 +17,13 @@ class VerifierSettings(Section):
     arguments: Annotated[dict[str, Any], Refers.ARGUMENTS] = {}
     """keyword arguments of every call, e.g. {model: runs/rm}"""
     timeout_s: float = Field(5.0, gt=0)
-    """hard deadline of one call; of a batch, for each completion in it"""
+    """hard deadline in seconds for one call; for a batch, per completion"""
     processes: int = Field(1, ge=1)
     """killable processes in each verifier worker"""
     concurrency: int = Field(1, ge=1)
     """calls in flight in one process; more than 1 is for async functions"""
     memory_mb: int = Field(1024, ge=16)
-    """memory in MiB that a process, and each that it starts, may take beyond what it took when ready"""
+    """memory in MiB that a process, and each that it starts, may use beyond what it used when ready"""
     unavailable_s: float = Field(90.0, ge=0)
     """seconds to retry a service that does not answer, with growing pauses"""
     max_failure_share: float = Field(0.5, ge=0, le=1)
@@ -38,7 +38,7 @@ class VerifierConfig(VerifierSettings):
     named: dict[OwnName, VerifierSettings] = {}
     """further verifiers by name, for sums, and for rows and sources that choose their own"""
     eval_function: str | None = None
-    """verifier of held-out prompts, called without arguments; null = as in training"""
+    """verifier of held-out prompts, which gets no verifier.arguments; null = as in training"""
     workers: int = Field(1, ge=1)
     """verifier workers"""
     skip_special_tokens: bool = False

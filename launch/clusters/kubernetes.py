@@ -41,7 +41,7 @@ class KubernetesSettings(Section):
     namespace: str = "default"
     """namespace of the job"""
     context: str | None = None
-    """context of kubectl; null = the present one"""
+    """context of kubectl; null = the current one"""
     claim: str | None = None
     """persistent volume claim that is mounted as shared on every node"""
     cpus: int = Field(8, ge=1)

@@ -19,17 +19,17 @@ class Profile(Section):
     nodes: int = Field(1, ge=1)
     """machines of a job"""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs of each"""
+    """GPUs per node"""
     shared: str | None = None
     """folder that every node sees under this path; runs, models and plug-in files are in it"""
     network: str | None = None
     """subnet (10.0.0.0/16) or interface over which the nodes talk; null = the route to the head"""
     ports: str = "20000-29999"
-    """every port of a job comes from here, below those that Linux gives away (32768)"""
+    """every port of a job comes from this range, which should lie below Linux's ephemeral ports (32768)"""
     env: dict[str, str] = {}
-    """environment of every process of a job; values are kept in files of mode 0600 and never printed"""
+    """environment variables of every process of a job; values are kept in files of mode 0600 and never printed"""
     enter: str = ""
-    """shell line before every command, such as: source /shared/venv/bin/activate; it must succeed"""
+    """shell line to run before every command, such as: source /shared/venv/bin/activate; it must succeed"""
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that all nodes may take to join"""
 

@@ -25,15 +25,15 @@ class SlurmSettings(Section):
     """A batch system."""
 
     partition: str | None = None
-    """null = the cluster's default"""
+    """partition; null = the cluster's default"""
     account: str | None = None
-    """null = yours"""
+    """account; null = your default"""
     time: str | None = None
     """time limit, such as 4:00:00; a number alone is minutes; null = the partition's"""
     signal_s: int = Field(300, ge=10)
     """seconds before the time limit at which the run starts to save and stop"""
     requeue: bool = True
-    """continue in another job after the time limit, or when a node failed"""
+    """requeue the job after the time limit or a failed node, and resume"""
     options: list[str] = []
     """further options of sbatch, such as --constraint=h200"""
     srun_options: list[str] = []

@@ -72,7 +72,7 @@ class SshSettings(Section):
     hosts: list[str] = []
     """the first is the head; as many as nodes"""
     shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 {host}"
-    """command in front of a shell command line for a host; it must notice by itself that a link is cut"""
+    """command that runs a shell command line on a host; it must detect a cut link by itself"""
 
 
 class Ssh(Supervised):

@@ -8,17 +8,23 @@ import typer
 from areal_lite.launch.commands.options import Overrides, Recipe
 
 bench = typer.Typer(
-    help="Run a benchmark: compare modes, or run a plan of many short runs.\n\n"
-    "Ctrl-C finishes the step, saves, and shows the command that resumes the benchmark. Benchmarks of single "
+    help="Run a benchmark: compare modes, run a plan of short runs, or check GPUs.\n\n"
+    "Ctrl-C finishes the step, saves, and prints the command that resumes the benchmark. Benchmarks of single "
     "components are scripts in the folder benchmarks/ of the repository."
 )
 
 Only = Annotated[
     list[str],
-    typer.Option(default_factory=list, show_default=False, metavar="NAME", help="a name or a pattern; may be repeated"),
+    typer.Option(
+        default_factory=list,
+        show_default=False,
+        metavar="NAME",
+        help="run only what matches this name or pattern; may be repeated",
+    ),
 ]
 RunsOut = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="folder of the results; default runs/modes-RECIPE or runs/bench-PLAN")
+    Path | None,
+    typer.Option(metavar="DIR", help="folder for the results (default: runs/modes-RECIPE or runs/bench-PLAN)"),
 ]
 
 
@@ -32,8 +38,8 @@ def modes(
 ) -> int:
     """Compare synchronous and asynchronous modes of a recipe.
 
-    Searches for the fastest split of threads, then runs every mode in turn, several times. Writes results.json and
-    report.html. The same command resumes a stopped benchmark.
+    Find the fastest split of threads, then run every mode in turn, several times. Write results.json and report.html.
+    The same command resumes a stopped benchmark.
     """
     from areal_lite.launch.bench.modes import bench
 
@@ -57,19 +63,21 @@ def run_plan(
 def gpu_check(
     overrides: Overrides,
     only: Only,
-    cpu: Annotated[bool, typer.Option("--cpu", help="rehearse on this machine without a GPU")] = False,
-    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="skip parts that do not fit")] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="folder of a trained model, for one more part")
+    cpu: Annotated[bool, typer.Option("--cpu", help="run the same parts on the CPU")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, metavar="N", help="skip parts that would not end within N minutes")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")] = Path("runs/gpu-check"),
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="folder of a trained model, which one further part needs")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the results")] = Path("runs/gpu-check"),
 ) -> int:
-    """Check what GPUs can show in a quarter of an hour, the most valuable parts first.
+    """Test and measure GPUs in 15 minutes, the most valuable parts first.
 
     Measure a trainer step, log-probabilities and attention; compare engine and trainer in float32 and bfloat16; run the
-    demo at three bounds, a 1.7B model and an engine that dies; with more GPUs NCCL and wide engines. Each part has a
-    limit, and one that hangs is killed. Writes results.json, gpu-check.md and logs.tar.gz. Called again, keeps what
-    passed.
+    demo at three staleness bounds and a 1.7B model; kill an engine. With more GPUs, also test NCCL and tensor-parallel
+    engines. Each part has a time limit; one that hangs is killed. Write results.json, gpu-check.md and logs.tar.gz. A
+    second call repeats only what did not pass.
     """
     from areal_lite.launch.bench.gpu_check import bench
 

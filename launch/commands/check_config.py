@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print it in full.
 
-    Print every setting with its value and meaning. Then import your functions, read the model's settings and all data,
-    and look at this machine, as a run does before it starts; weights are not loaded.
+    Print every setting with its value and meaning. Then import your functions, read the model's configuration and all
+    data, and check that this machine suffices, as a run does before it starts. Weights are not loaded.
     """
     from areal_lite.launch.run.recipe_check import check_recipe
 

@@ -128,13 +128,13 @@ def doctor(
     ],
     overrides: Overrides,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="look at every node of the Ray cluster that RAY_ADDRESS names")
+        bool, typer.Option("--cluster", help="check every node of the Ray cluster at RAY_ADDRESS")
     ] = False,
 ) -> int:
     """Check what this machine can run, and show how to fix what it cannot.
 
-    Try the installed packages, the engine and Ray; with a recipe, check that too, as check-config does. With --cluster,
-    compare versions, code, GPUs and disk of all nodes, look for the shared run folder, and measure collectives. Exit
+    Try the installed packages, the engine and Ray. With a recipe, also check it as check-config does. With --cluster,
+    compare versions, code, GPUs and disk of all nodes, check the shared run folder, and measure collectives. Exit
     with 1 if a problem would stop a run (without a recipe: the demo).
     """
     config = load_any_config(recipe, overrides) if recipe else Config()

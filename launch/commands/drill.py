@@ -12,18 +12,24 @@ from areal_lite.launch.commands.options import Overrides, Recipe
 def drill(
     recipe: Recipe,
     overrides: Overrides,
-    faults: Annotated[str | None, typer.Option(metavar="NAME,...", help="names or patterns; default all")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="new folder; default runs/drill-<time>")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="faults at random in one run")] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="seed of random choices")] = 0,
+    faults: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="names or patterns of faults (default: all)")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="new folder for the results (default: runs/drill-TIME)")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, metavar="N", help="inject faults at random into one run for N minutes")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="seed of the random faults")] = 0,
 ) -> int:
-    """Break runs of a recipe on this machine, and show what is lost.
+    """Inject faults into runs of a recipe on this machine, and show what is lost.
 
-    Each fault gets a short real run: engine, rollout, verifier, queue, trainer, raylet, gcs, controller (each killed),
-    hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save, bit-flip. A run that ends is resumed.
-    The table shows when a fault was noticed, when the run was back, how many steps were trained again, and whether
-    every group was accounted for; at queue.max_staleness=0, whether losses equal those of an undisturbed run.
-    With --minutes, faults come at random in one run, by default the six kills of the run's own processes.
+    Each fault gets a short real run. engine, rollout, verifier, queue, trainer, raylet, gcs and controller kill that
+    process; the other faults are hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save and bit-flip. A run
+    that ends is resumed. The table shows when a fault was noticed, when the run recovered, how many steps were trained
+    again, and whether every group was accounted for; at queue.max_staleness=0, also whether losses equal those of an
+    undisturbed run. With --minutes, one run gets random faults, by default kills of its own processes.
 
     Ctrl-C shows the results so far.
     """

@@ -30,14 +30,15 @@ def estimate(
         str, typer.Option(metavar="NAME", help="A100, A100-40GB, B200, H100, H200, L40S or RTX4090")
     ] = "H100",
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="check against this cluster profile's GPUs; default: enough GPUs")
+        str | None,
+        typer.Option(metavar="FILE", help="cluster profile whose GPUs must suffice (default: as many GPUs as needed)"),
     ] = None,
     out: Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")] = None,
 ) -> int:
-    """Estimate memory, and on GPUs peak throughput.
+    """Estimate memory and, on GPUs, peak throughput.
 
-    Needs neither GPU nor weights: model.path may be a folder with config.json, or a known name such as Qwen/Qwen2.5-7B.
-    Exits with 1 if something does not fit.
+    This needs neither a GPU nor weights: model.path may be a folder with config.json, or a known name such as
+    Qwen/Qwen2.5-7B. Exit with 1 if something does not fit.
     """
     config = load_config(recipe, overrides)
     if profile is not None:

@@ -45,7 +45,7 @@ def eval_model(
             metavar="MODEL_OR_RUN",
             default_factory=str,
             show_default=False,
-            help="model folder, or folder of a finished run; empty only with --compare",
+            help="model folder, or folder of a finished run; leave out with --compare",
         ),
     ],
     overrides: Overrides,
@@ -61,13 +61,15 @@ def eval_model(
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="BEFORE AFTER", help="in place of a model: compare two files of --json row by row"),
+        typer.Option(
+            metavar="BEFORE AFTER", help="instead of a model: compare two files that --json wrote, row by row"
+        ),
     ] = None,
 ) -> int:
-    """Measure a model on a recipe's held-out prompts, or compare two measurements.
+    """Evaluate a model on a recipe's held-out prompts, or compare two evaluations.
 
-    Complete them greedily, score the completions with the recipe's verifier (verifier.eval_function if it is set), and
-    print rewards, parts and metrics, failures, and the completions with the lowest rewards.
+    Generate completions greedily, score them with the recipe's verifier (verifier.eval_function if it is set), and
+    print rewards and their parts, metrics, failures, and the completions with the lowest rewards.
     """
     console = Console(highlight=False, soft_wrap=True)
     if compare is not None and not model:

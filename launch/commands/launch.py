@@ -28,28 +28,28 @@ def launch(
     ],
     on: Annotated[
         str,
-        typer.Option(
-            metavar="KIND", help="local, ray, ssh, slurm, kubernetes, another that is installed, or path.py:Class"
-        ),
+        typer.Option(metavar="KIND", help="local, ray, ssh, slurm, kubernetes, an installed plug-in, or path.py:Class"),
     ] = "local",
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="describes the cluster; default one machine")
+        str | None, typer.Option(metavar="FILE", help="YAML file that describes the cluster (default: one machine)")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="name of the job and its run folder; default RECIPE-TIME")] = None,
+    name: Annotated[str | None, typer.Option(help="name of the job and its run folder (default: RECIPE-TIME)")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print and check every file and line that would run; start nothing")
+        bool, typer.Option("--dry-run", help="print and check every file and command without starting anything")
     ] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
-    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="show where a job stands")] = "",
+    detach: Annotated[bool, typer.Option("--detach", help="submit the job and return")] = False,
+    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="show a job's status")] = "",
     logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="print a job's output")] = "",
-    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="make a job save and end")] = "",
+    stop: Annotated[
+        str, typer.Option(metavar="JOB", show_default=False, help="save a job's run, then stop the job")
+    ] = "",
     new_profile: Annotated[
         str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to start from")
     ] = "",
 ) -> int:
     """Run a command as a job on a cluster.
 
-    Wait for the job, show its output, and return its exit code. Ctrl-C makes the job save and end.
+    Wait for the job, show its output, and return its exit code. Ctrl-C saves the run and stops the job.
     """
     asked = [(verb, word) for verb, word in (("status", status), ("logs", logs), ("stop", stop)) if word]
     if new_profile:

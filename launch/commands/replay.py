@@ -26,14 +26,14 @@ _COLOURS = {"assistant": "cyan", "user": "green", "environment": "green", "tool"
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run")],
     group: Annotated[
-        str, typer.Argument(metavar="GROUP", help="id of a group in samples.jsonl, or the beginning of one")
+        str, typer.Argument(metavar="GROUP", help="id of a group in samples.jsonl, or the start of an id")
     ],
     score: Annotated[bool, typer.Option(help="score the samples again with the recipe's verifier")] = True,
 ) -> int:
-    """Show a group of a run as conversations, and score it again.
+    """Show a group of samples as conversations, and score them again.
 
-    Print each sample with its weight versions, ages and reward. Then score the samples with the recipe's verifier, and
-    exit with 1 if a reward differs. Rewards that an agent gave itself are kept.
+    Print each sample with its reward and the versions and ages of its tokens. Then score the samples with the recipe's
+    verifier, and exit with 1 if a reward differs. Rewards that an agent returned are not scored again.
     """
     run, console = open_run(folder), Console()
     row, config = find_group(run, group), parse_config(run.config)

@@ -19,12 +19,15 @@ def report(
         typer.Argument(metavar="RUN_DIR...", help="folder of a run or a benchmark; several runs are compared"),
     ],
     out: Annotated[
-        Path | None, out_file(metavar="FILE", help="default: report.html in the folder; comparison.html for several")
+        Path | None,
+        out_file(
+            metavar="FILE", help="file to write (default: report.html in the folder; comparison.html for several)"
+        ),
     ] = None,
 ) -> int:
-    """Write a report page of a run, or a comparison of several runs.
+    """Write an HTML report of a run, or a comparison of several runs.
 
-    The page is one self-contained HTML file. The run may still be active. The folder of a benchmark gives a page of its
+    The page is one self-contained file. The run may still be active. For the folder of a benchmark, the page shows its
     results.
     """
     from areal_lite.record.report import write_bench, write_comparison, write_report
@@ -41,12 +44,12 @@ def report(
 
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
-    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between two updates")] = 20.0,
+    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between updates")] = 20.0,
 ) -> int:
     """Keep the report of a run up to date until it ends.
 
-    Rewrites report.html in the folder, and a browser that shows it reloads it. Needs the folder only: run it on any
-    machine that shares the run's disk.
+    Rewrite report.html in the folder; an open page reloads itself. Only the folder is needed: run this on any machine
+    that shares the run's disk.
     """
     from areal_lite.record.report import write_report
 

@@ -21,13 +21,13 @@ def serve(
     overrides: Overrides,
     recipe: Annotated[
         str | None,
-        typer.Option(help="recipe whose model, rollout and run sections apply (default: that of the model's run)"),
+        typer.Option(help="recipe whose model, rollout and run sections to use (default: that of the model's run)"),
     ] = None,
 ) -> int:
     """Serve a model over the API that agents see in training.
 
-    Print base URL and key of one session, and answer until Ctrl-C. Tokens are sampled at rollout.temperature, and
-    nothing is trained.
+    Print the base URL and key of one session, and serve requests until Ctrl-C. Tokens are sampled at
+    rollout.temperature. Nothing is trained.
     """
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
     from areal_lite.rollout.vllm_engine import check_engine_arguments

@@ -34,25 +34,30 @@ def simulate_run(
     overrides: Overrides,
     run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN_DIR", help="take lengths and seconds from this run", show_default=False),
+        typer.Option(
+            "--from", metavar="RUN_DIR", help="use the lengths and times of this finished run", show_default=False
+        ),
     ] = None,
     assume: Annotated[
         list[str] | None,
-        typer.Option("--assume", metavar="NAME=VALUE", help="replace an input of the list", show_default=False),
+        typer.Option("--assume", metavar="NAME=VALUE", help="replace one of the printed inputs", show_default=False),
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="as for areal-lite estimate")] = "H100",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="kind of GPU, as in areal-lite estimate")] = "H100",
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="share out this cluster profile's GPUs", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="FILE", help="cluster profile whose GPUs engines and trainer share out", show_default=False
+        ),
     ] = None,
-    grid: Annotated[bool, typer.Option("--grid", help="try splits of the GPUs, each with eta 0 to 8")] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="compare splits of the GPUs at max_staleness 0 to 8")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write results.json and report.html here", show_default=False)
     ] = None,
 ) -> int:
-    """Simulate a run: its speed, what waits, the ages of its tokens, and its cost.
+    """Simulate a run: its speed, idle time, token ages and cost.
 
-    Drives the real ledger on a virtual clock. Lists every input; those of a model and a GPU are bounds times assumed
-    shares, so compare settings rather than trust seconds, or calibrate with --from.
+    Drive the real sample queue with a virtual clock, and print every input. Without --from, speeds are a GPU's peaks
+    times assumed efficiencies: compare settings, but do not trust absolute times.
     """
     config = load_config(recipe, overrides)
     inputs, gpus = read_inputs(config, run=run, gpu=gpu, profile=profile)

@@ -30,7 +30,7 @@ def train(recipe: Recipe, overrides: Overrides) -> int:
 
 
 def sft(recipe: Recipe, overrides: Overrides) -> int:
-    """Train a model on completions.
+    """Fine-tune a model on completions (SFT).
 
     Rows are prompts with completions, or chats. Ctrl-C finishes the current step, saves, and prints the command that
     resumes the run.
@@ -49,10 +49,10 @@ def reward_model(recipe: Recipe, overrides: Overrides) -> int:
 
 
 def dpo(recipe: Recipe, overrides: Overrides) -> int:
-    """Train a policy on preferences.
+    """Train a policy on preferences, without a reward model (DPO, IPO or SimPO).
 
-    The policy learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C
-    finishes the current step, saves, and prints the command that resumes the run.
+    The policy learns from pairs of a better and a worse completion. Ctrl-C finishes the current step, saves, and prints
+    the command that resumes the run.
     """
     return _start("dpo", recipe, overrides)
 
@@ -61,13 +61,13 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run folder")],
     overrides: Overrides,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="take the folder from another process, which must be dead")
+        bool, typer.Option("--take-over", help="take over the folder from another process; make sure that it is dead")
     ] = False,
 ) -> int:
     """Resume a run from its latest checkpoint.
 
-    Use the recipe in the run folder. run.resume_from=step-N selects an older checkpoint; run.steps, trainer.lr and
-    settings that do not affect learning may change. A finished run stays as it is.
+    The recipe is the one in the run folder. run.resume_from=step-N selects an older checkpoint; run.steps, trainer.lr
+    and settings that do not affect learning may change. To train a finished run further, raise run.steps.
     """
     from areal_lite.record.run_folder import RunFolder
 
@@ -87,11 +87,11 @@ def scale(
     workers: Annotated[list[str], word_list("rollout=N verifier=N", "target number of workers")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait for the run's answer")] = 60.0,
 ) -> int:
-    """Add workers to an active run, or remove them.
+    """Change the number of workers of an active run.
 
-    New workers start on any node with room, also on nodes that joined the Ray cluster later; a rollout worker joins at
-    the next publication of weights. Workers with the highest numbers leave at the next step, and others take their
-    work. A resumed run starts with the recipe's numbers.
+    New workers start on any node with room, including nodes that joined the Ray cluster later; a rollout worker joins
+    at the next weight sync. If there are too many, those with the highest numbers leave at the next step, and others
+    take over their work. A resumed run starts with the recipe's numbers of workers.
     """
     from areal_lite.launch.run.scaling import parse_counts, request
 

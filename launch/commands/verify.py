@@ -35,7 +35,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _column(kind: str) -> Any:
-    text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(_COLUMNS[kind])})"
+    text = f"column with the {kind} (default: the recipe's, else the first that exists of {', '.join(_COLUMNS[kind])})"
     return typer.Option(metavar="NAME", help=text)
 
 
@@ -49,19 +49,20 @@ def verify(
         ),
     ],
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="rows, one JSON object per line (default: a recipe's own)")
+        Path | None,
+        typer.Option(metavar="FILE", help="data rows, one JSON object per line (default: the recipe's data)"),
     ] = None,
     completions: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="one JSON object per line with completion, a text or a list of texts; it belongs to the row of its "
-            "index (from 0), else to the row with its prompt, else to the row at its position",
+            help="one JSON object per line with completion, a text or a list of texts; matched to data rows by index "
+            "(from 0), else by prompt, else by position",
         ),
     ] = None,
     prompt_column: Annotated[str | None, _column("prompt")] = None,
     answer_column: Annotated[str | None, _column("answer")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="use the first N rows at most")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="use at most the first N rows")] = None,
     json_path: Annotated[
         Path | None, out_file("--json", metavar="OUT", help="write all figures and scores to this file")
     ] = None,
@@ -71,19 +72,17 @@ def verify(
             parser=_json_object, metavar="JSON", help="the verifier's arguments, e.g. '{\"tolerance\": 0.01}'"
         ),
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="processes of the verifier (of each, in a recipe)")
-    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="processes per verifier")] = None,
     timeout: Annotated[
         float | None,
         typer.Option(min=1e-3, max=1e6, metavar="S", help="time limit of one call in seconds (default 30)"),
     ] = None,
 ) -> int:
-    """Try a verifier outside training.
+    """Test a verifier without training.
 
-    Score completions in processes with time limits, as in a run. Print scores, parts, latencies, failures with a trace,
-    and the lowest scores. Without --completions, score the data's own answers, which a good verifier accepts. Exit with
-    1 if anything failed; Ctrl-C shows the scores so far.
+    Score completions in processes with time limits, as in a run. Print scores and their parts, latencies, failures
+    with a traceback, and the lowest-scored completions. Without --completions, score the data's reference answers,
+    which a good verifier accepts. Exit with 1 if anything failed. Ctrl-C shows the scores so far.
 
     Example: areal-lite verify math --data gsm8k/test.jsonl
     """
