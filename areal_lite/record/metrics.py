@@ -93,15 +93,15 @@ METRICS = (
     Metric("step", "completed trainer steps"),
     Metric("version", "version of the weights after the step"),
     Metric("time_s", "since the run began, start-up included; time between a run and its resume is left out", "s"),
-    _alike("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
+    _alike("reward_mean", "over the scored samples of the batch, as verifiers gave it, step rewards included",
            board="reward", panel=("reward", "{:.3f}")),
     _alike("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty", board="reward"),
-    _alike("varied_groups_fraction", "groups whose rewards are not all equal: what a comparison within groups learns "
-           "from; with one sample a prompt the batch is the group",
+    _alike("varied_groups_fraction", "groups whose rewards differ, from which group baselines learn; with one sample "
+           "per prompt, the batch is the group",
            "share of groups", board="reward", curve="groups whose rewards differ"),
-    Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not", "loss",
+    Metric("loss", "of applied policy updates, with KL terms and entropy bonus, without language-model term", "loss",
            reduction=_SUM, over="policy_updates", board="train", curve="loss"),
-    _alike("grad_norm", "applied policy updates, before clipping", "before clipping", over="policy_updates",
+    _alike("grad_norm", "of applied policy updates", "before clipping", over="policy_updates",
            curve="gradient norm", panel=("policy", "gradient norm {:.3f}")),
     _alike("step_skipped", "updates of policy or critic not applied: gradient norm not finite, or no token to train",
            empty=0),
@@ -109,12 +109,12 @@ METRICS = (
                 curve="entropy", panel=("policy", "entropy {:.3f}")),
     _token_mean("kl_behav_prox", "behaviour minus proximal logprob: the estimator k1 of KL(behaviour || proximal)",
                 "nats per token", curve="KL behaviour to proximal"),
-    _token_mean("behav_weight_mean", "as it counts in the loss: 0 for tokens that cap or filter take out",
+    _token_mean("behav_weight_mean", "as used in the loss: 0 for tokens that cap or filter removes",
                 "proximal / behaviour", curve="behaviour weight, mean"),
     _token_mean("behav_weight_masked_fraction", "trained tokens above the cap of the behaviour weight", "share",
                 curve="tokens over the weight's cap"),
-    _token_mean("clip_fraction", "trained tokens whose ratio the clip holds back", "share", curve="clipped tokens"),
-    Metric("loss_metrics", "figures that `objective.loss_function` returns beside `clipped`, by name: means over "
+    _token_mean("clip_fraction", "trained tokens whose ratio is clipped", "share", curve="clipped tokens"),
+    Metric("loss_metrics", "figures that `objective.loss_function` returns besides `clipped`, by name: means over "
            "trained tokens", board="train"),
     _alike("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
            curve="advantages, standard deviation"),
@@ -136,9 +136,9 @@ METRICS = (
                 panel=("tokens", "age {:.2f}")),
     _largest("age_max", "largest age of a trained token; 0 when none was trained", "versions", empty=0, board="queue",
              panel=("tokens", "oldest {:d} of {age_limit} allowed")),
-    Metric("tokens_masked_stale", "tokens that would train, but are over age", "per step",
+    Metric("tokens_masked_stale", "tokens masked because they exceed the age bound", "per step",
            reduction=_SUM, board="queue", curve="tokens masked as stale", panel=("tokens", "{:,d} masked as stale")),
-    Metric("tokens_trained_stale", "loss-mask tokens over age: those of `queue.on_stale: keep`", "per step",
+    Metric("tokens_trained_stale", "trained tokens that exceed the age bound (`queue.on_stale: keep`)", "per step",
            reduction=_SUM, empty=0, board="queue", curve="tokens trained over age"),
     Metric("age_histogram", "trained tokens by age"),
     Metric("tokens_by_quarter", "by the length of the sample, tokens of its four quarters: all that may train, and "
@@ -157,7 +157,7 @@ METRICS = (
     _alike("update_s", "on rank 0: optimiser updates, and what is measured after them", "s", board=""),
     _largest("gpu_rest_gib", "of a rank's tensors on its GPU as the step begins; null on a CPU", "GiB", empty=None,
              board="time"),
-    _largest("gpu_peak_gib", "the most that they took in it; null on a CPU", "GiB", empty=None, board="time"),
+    _largest("gpu_peak_gib", "peak of the same during the step; null on a CPU", "GiB", empty=None, board="time"),
     Metric("trainer_wait_s", "the trainer waited for the batch", "s", board="queue"),
     _alike("train_s", "from taking the batch to the new weights", "s", board="time"),
     Metric("publish_s", "handing the weights over", "s", board="time"),
@@ -173,7 +173,7 @@ METRICS = (
     _row_mean("truncated_fraction", "completions that ended at the token limit", "share of samples",
               curve="truncated at the token limit", panel=("policy", "{:.0%} truncated")),
     Metric("reward_by_source", "mean reward by data source", board="reward", panel=("reward", "{:.3f}")),
-    Metric("reward_parts", "means of what the verifiers say the reward is made of", board="reward"),
+    Metric("reward_parts", "means of the verifiers' reward parts", board="reward"),
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
     Metric("verifier_failures", "failed verifications so far, by reason"),
@@ -181,8 +181,8 @@ METRICS = (
            "policy, by field: those of `rollout.serve_unconstrained`"),
     Metric("prefix_cache_hit_fraction", "context tokens so far that an engine found in its prefix cache; null before "
            "any", "share of tokens", board="rollout"),
-    Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (gave no answer "
-           "last), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
+    Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (last call "
+           "unanswered), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
     Metric("memory_mb", "resident memory of each process and of those that it started, as last measured; of the "
            "controller its own", "MiB", board="memory"),
     Metric("eval_reward", "mean reward of held-out prompts, in the first row after it was measured", "share",
