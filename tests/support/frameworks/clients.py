@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -439,9 +439,11 @@ def qwen_code() -> Checks:
 
 
 def installed(package: str) -> str:
-    """Return a package's version, of Python or else of npm."""
-    manifest = NODE / package / "package.json"
-    return str(json.loads(manifest.read_text())["version"]) if manifest.exists() else version(package)
+    """Return a package's version, of Python or else of npm: `openai` is both."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(json.loads((NODE / package / "package.json").read_text())["version"])
 
 
 def main(name: str, is_structured: bool, packages: list[str]) -> None:
