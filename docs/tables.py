@@ -339,8 +339,8 @@ def math_verifier(content: Row) -> str:
         for pair in pairs
         if pair["scored"] != pair["expected"]
     ]
-    agreed = f"{content['library']}: they agree on {len(pairs) - len(wrong)} of {len(pairs)} pairs, but on these not."
-    return f"{agreed}\n\n{markdown(OWN['math'], wrong)}"
+    agreed = f"it agrees with the person on {len(pairs) - len(wrong)} of {len(pairs)} pairs, but not on these:"
+    return f"{content['library']}: {agreed}\n\n{markdown(OWN['math'], wrong)}"
 
 
 def scored(pair: Row) -> dict[str, Any]:

@@ -122,7 +122,7 @@ METRICS = (
                 "reference", "nats per token", empty=None, curve="KL to the reference"),
     _alike("kl_coef", "weight of the KL to the reference in this step; null without one", empty=None,
            curve="coefficient of that KL"),
-    Metric("value_loss", "applied updates of the critic; null without any",
+    Metric("value_loss", "of applied critic updates; null without any",
            reduction=_SUM, over="critic_updates", empty=None, board="critic", curve="value loss"),
     _alike("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
            "critic, or when all targets are equal",
@@ -130,7 +130,7 @@ METRICS = (
     _alike("lr", "learning rate of the step", curve="learning rate"),
     Metric("tokens_trained", "loss-mask tokens of the applied updates", "per step", reduction=_SUM, empty=0,
            board="train", curve="tokens trained"),
-    Metric("tokens_filtered", "loss-mask tokens that the behaviour filter takes out; null without a filter",
+    Metric("tokens_filtered", "loss-mask tokens that the behaviour filter removes; null without a filter",
            "per step", reduction=_SUM, empty=None, board="train"),
     _token_mean("age_mean", "trained tokens, in trainer steps", "versions", board="queue",
                 panel=("tokens", "age {:.2f}")),
@@ -141,13 +141,13 @@ METRICS = (
     Metric("tokens_trained_stale", "trained tokens that exceed the age bound (`queue.on_stale: keep`)", "per step",
            reduction=_SUM, empty=0, board="queue", curve="tokens trained over age"),
     Metric("age_histogram", "trained tokens by age"),
-    Metric("tokens_by_quarter", "by the length of the sample, tokens of its four quarters: all that may train, and "
-           "those that are not masked as stale"),
+    Metric("tokens_by_quarter", "tokens of each quarter of the samples, by sample length: all that may train, and "
+           "those not masked as stale"),
     _largest("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
              "trainer's with the weights of the batch's version; the largest float when any is not finite",
              "nats", board="weights"),
-    Metric("parity_mean_abs_logprob_diff", "mean |engine - trainer| logprob over the tokens of a parity check, of the "
-           "engine furthest off, right after the publication, where it was measured",
+    Metric("parity_mean_abs_logprob_diff", "mean |engine - trainer| logprob in a parity check right after the "
+           "publication, for the engine that is furthest off; only in rows where it was measured",
            "nats", board="weights", curve="engine against trainer, mean difference"),
     Metric("parity_p99_abs_logprob_diff", "99th percentile of the same", "nats", board="weights"),
     Metric("parity_max_abs_logprob_diff", "largest of the same",
@@ -155,8 +155,8 @@ METRICS = (
     _alike("prepare_s", "on rank 0: packing and advantages", "s", board=""),
     _alike("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic", "s", board=""),
     _alike("update_s", "on rank 0: optimiser updates, and what is measured after them", "s", board=""),
-    _largest("gpu_rest_gib", "of a rank's tensors on its GPU as the step begins; null on a CPU", "GiB", empty=None,
-             board="time"),
+    _largest("gpu_rest_gib", "memory of a rank's tensors on its GPU as the step begins; null on a CPU", "GiB",
+             empty=None, board="time"),
     _largest("gpu_peak_gib", "peak of the same during the step; null on a CPU", "GiB", empty=None, board="time"),
     Metric("trainer_wait_s", "the trainer waited for the batch", "s", board="queue"),
     _alike("train_s", "from taking the batch to the new weights", "s", board="time"),
@@ -177,14 +177,14 @@ METRICS = (
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
     Metric("verifier_failures", "failed verifications so far, by reason"),
-    Metric("agent_calls_unconstrained", "calls of agents so far that were served without a field that asks for another "
-           "policy, by field: those of `rollout.serve_unconstrained`"),
+    Metric("agent_calls_unconstrained", "agent calls so far that were served without the constraint they asked for, by "
+           "field (`rollout.serve_unconstrained`)"),
     Metric("prefix_cache_hit_fraction", "context tokens so far that an engine found in its prefix cache; null before "
            "any", "share of tokens", board="rollout"),
     Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (last call "
            "unanswered), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
-    Metric("memory_mb", "resident memory of each process and of those that it started, as last measured; of the "
-           "controller its own", "MiB", board="memory"),
+    Metric("memory_mb", "resident memory of each process and of those that it started, as last measured; for the "
+           "controller, only its own", "MiB", board="memory"),
     Metric("eval_reward", "mean reward of held-out prompts, in the first row after it was measured", "share",
            board="reward"),
     Metric("eval_step", "the step that was evaluated"),
@@ -201,12 +201,12 @@ OFFLINE_METRICS = (
     _offline("loss", "mean over the batch before the update", "loss", curve="loss", panel=("loss", "{:.3f}")),
     _offline("grad_norm", "before clipping", "before clipping", curve="gradient norm",
              panel=("policy", "gradient norm {:.3f}")),
-    _offline("accuracy", "SFT: tokens that the model would choose; pairs: those in the right order", "share"),
+    _offline("accuracy", "SFT: tokens that the model ranks first; pairs: those ranked correctly", "share"),
     _offline("margin", "by which the chosen completion is ahead of the rejected", "chosen - rejected", curve="margin"),
     _offline("lr", "learning rate of the step", curve="learning rate"),
     _offline("tokens", "completion tokens trained on", "per step", curve="tokens trained",
              panel=("policy", "{:,.0f} tokens")),
-    _offline("step_skipped", "1 where the gradient norm was not finite, and nothing was learned"),
+    _offline("step_skipped", "1 if the gradient norm was not finite and nothing was learned"),
     _offline("train_s", "training the batch", "s"),
     Metric("eval_loss", "held-out rows, where it was measured", board="eval"),
     Metric("eval_accuracy", "held-out rows, where it was measured", "share", board="eval"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
-    """Check a recipe and print it in full.
+    """Check a recipe and print all its settings.
 
     Print every setting with its value and meaning. Then import your functions, read the model's configuration and all
     data, and check that this machine suffices, as a run does before it starts. Weights are not loaded.

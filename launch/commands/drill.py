@@ -25,11 +25,11 @@ def drill(
 ) -> int:
     """Inject faults into runs of a recipe on this machine, and show what is lost.
 
-    Each fault gets a short real run. engine, rollout, verifier, queue, trainer, raylet, gcs and controller kill that
-    process; the other faults are hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save and bit-flip. A run
-    that ends is resumed. The table shows when a fault was noticed, when the run recovered, how many steps were trained
-    again, and whether every group was accounted for; at queue.max_staleness=0, also whether losses equal those of an
-    undisturbed run. With --minutes, one run gets random faults, by default kills of its own processes.
+    Each fault gets a short real run. The faults engine, rollout, verifier, queue, trainer, raylet, gcs and controller
+    kill that process; the others are hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save and bit-flip. A
+    run that ends is resumed. The table shows when a fault was noticed, when the run recovered, how many steps were
+    trained again, and whether every group was accounted for; at queue.max_staleness=0, also whether losses equal those
+    of an undisturbed run. With --minutes, one run gets random faults, by default kills of its own processes.
 
     Ctrl-C shows the results so far.
     """
