@@ -100,7 +100,7 @@ class OfflineConfig(Section):
     """A whole recipe of an offline command."""
 
     command: Literal["sft", "reward_model", "dpo"]
-    """what the recipe is for"""
+    """command that the recipe is for"""
     run: OfflineRunConfig = OfflineRunConfig()
     launch: LaunchConfig = LaunchConfig()
     model: ModelConfig = ModelConfig()

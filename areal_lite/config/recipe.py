@@ -24,7 +24,7 @@ class Config(Section):
     """A whole recipe of `areal-lite train`."""
 
     command: Literal["train"] = "train"
-    """what the recipe is for"""
+    """command that the recipe is for"""
     run: sections.RunConfig = sections.RunConfig()
     launch: sections.LaunchConfig = sections.LaunchConfig()
     model: sections.ModelConfig = sections.ModelConfig()

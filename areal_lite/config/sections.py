@@ -59,8 +59,8 @@ class RunConfig(Section):
     """restarts of one rollout or verifier worker whose process or engine died; the count starts over after an hour of
     work; 0 = none"""
     max_restarts: int = Field(3, ge=0)
-    """restarts from the latest checkpoint, with a new queue and new ranks, until the next one is written: if a rank or
-    the queue died, or nothing progressed for stall_timeout_s; 0 = the run ends"""
+    """restarts from the latest checkpoint, with a new queue and new ranks, after a rank or the queue died or nothing
+    progressed for stall_timeout_s; the count starts over at each checkpoint; 0 = the run ends"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
     save_deadline_s: float = Field(30.0, gt=0)
@@ -169,8 +169,8 @@ class RolloutConfig(Section):
     workers: int = Field(1, ge=1)
     """rollout workers, one engine each"""
     interrupt: Literal["recompute", "keep_kv", "drain"] = "recompute"
-    """at a weight update, running samples are prefilled again (recompute), keep their cache (keep_kv), or end first
-    (drain)"""
+    """at a weight update, running samples are prefilled again (recompute), keep their cache (keep_kv), or finish
+    first (drain)"""
     temperature: float = Field(1.0, gt=0)
     """sampling temperature; the trainer applies the same"""
     max_new_tokens: int = Field(128, ge=1)

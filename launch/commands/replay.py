@@ -33,7 +33,7 @@ def replay(
     """Show a group of samples as conversations, and score them again.
 
     Print each sample with its reward and the versions and ages of its tokens. Then score the samples with the recipe's
-    verifier, and exit with 1 if a reward differs. Rewards that an agent returned are not scored again.
+    verifier, and exit with 1 if a reward differs. Samples that an agent scored itself are not scored again.
     """
     run, console = open_run(folder), Console()
     row, config = find_group(run, group), parse_config(run.config)
