@@ -48,33 +48,39 @@ def wait_for_agent(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a Ray of its own with a dashboard; yields the job server's address."""
-    ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(3)]
-    gcs, dashboard, clients = (probe.getsockname()[1] for probe in ports)
-    for probe in ports:
-        probe.close()
-    folder = tmp_path_factory.mktemp("ray")
-    words = ["start", "--head", "--block", f"--port={gcs}", "--disable-usage-stats", f"--temp-dir={folder}"]
-    words += [
-        "--include-dashboard=true",
-        f"--dashboard-port={dashboard}",
-        f"--ray-client-server-port={clients}",
-        "--num-cpus=4",
-    ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, stdout=subprocess.PIPE, text=True
-    ) as ray:
-        try:
-            assert ray.stdout is not None
-            assert any("Ray runtime started" in line for line in ray.stdout)
-            address = f"http://127.0.0.1:{dashboard}"
-            wait_for_agent(address)
-            yield address
-        finally:
-            ray.terminate()  # also where SIGINT is ignored, as in a background job
-            ray.wait(60)
+    """Start a Ray of its own with a dashboard; yields the job server's address.
+
+    On busy cores a part of Ray's dashboard may miss Ray's own deadline, and Ray ends: up to three starts.
+    """
+    for _ in range(3):
+        ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(3)]
+        gcs, dashboard, clients = (probe.getsockname()[1] for probe in ports)
+        for probe in ports:
+            probe.close()
+        folder = tmp_path_factory.mktemp("ray")
+        words = ["start", "--head", "--block", f"--port={gcs}", "--disable-usage-stats", f"--temp-dir={folder}"]
+        words += [
+            "--include-dashboard=true",
+            f"--dashboard-port={dashboard}",
+            f"--ray-client-server-port={clients}",
+            "--num-cpus=4",
+        ]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, stdout=subprocess.PIPE, text=True
+        ) as ray:
+            try:
+                assert ray.stdout is not None
+                if any("Ray runtime started" in line for line in ray.stdout):
+                    address = f"http://127.0.0.1:{dashboard}"
+                    wait_for_agent(address)
+                    yield address
+                    return
+            finally:
+                ray.terminate()  # also where SIGINT is ignored, as in a background job
+                ray.wait(60)
+    pytest.fail("Ray did not start with a dashboard in three attempts")
 
 
 def recipe(folder: Path, **run: object) -> str:
