@@ -4,6 +4,7 @@
     python docs/tables.py runs/bench-queue/results.json ...      first copies what a benchmark measured
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    first copies runs of the demo
     python docs/tables.py runs/calculator-0 ...                  first copies runs of the agent with a calculator
+    python docs/tables.py runs/smollm_cpu-0 ...                  first copies runs of the recipe smollm_cpu
     python docs/tables.py score                                  first scores the pairs of math-verifier.json again
     python docs/tables.py memory                                 first estimates the rows of memory.json again
 
@@ -34,6 +35,7 @@ from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
+from areal_lite.record.intervals import paired
 from areal_lite.record.metrics import metrics_tables
 from areal_lite.record.run_files import read_summary
 from areal_lite.record.run_folder import RunFolder
@@ -303,18 +305,23 @@ def demo(content: Row, *, name: str = "demo") -> str:
 
 
 def demo_run(folder: Path) -> dict[str, Any]:
-    """Return what the page needs of one run folder: its summary, its seed, and the rewards of its steps."""
+    """Return what the page needs of one run folder: its summary, its seed, the rewards of its steps, and the gain.
+
+    The gain is that of the held-out rows from the first to the last evaluation, in pairs, with its 95 % interval.
+    """
     rows = RunFolder(folder).read("metrics.jsonl")
+    held_out = [event["rewards"] for event in RunFolder(folder).iterate("events.jsonl") if event["kind"] == "eval"]
+    gain = paired(held_out[0], held_out[-1])
     seed = json.loads((folder / "config.json").read_text())["run"]["seed"]
     rewards = {str(row["step"]): row["reward_mean"] for row in rows if "reward_mean" in row}
-    return {**read_summary(folder), "seed": seed, "rewards": rewards}
+    return {**read_summary(folder), "seed": seed, "rewards": rewards, "gain": gain and gain._asdict()}
 
 
-def draw_calculator(content: Row) -> None:
+def draw_runs(content: Row, *, name: str = "calculator") -> None:
     """Draw held-out accuracy and the reward of sampled answers over steps, a line per seed."""
     panels = {"held-out accuracy, greedy": "eval", "mean reward of sampled answers": "rewards"}
     size = (7.5, 3.0)
-    with picture(HERE / "calculator.svg", size=size, ncols=len(panels)) as (_, both):
+    with picture(HERE / f"{name}.svg", size=size, ncols=len(panels)) as (_, both):
         for axes, (label, key) in zip(both, panels.items(), strict=True):
             axes.grid(axis="y", color="#dddddd", linewidth=0.8)
             for run in content["runs"]:
@@ -457,6 +464,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     **{f"simulated {part}": ("simulation", of(OWN[f"simulated {part}"], itemgetter(part))) for part in SIMULATED},
     "demo": ("demo", demo),
     "calculator": ("calculator", partial(demo, name="calculator")),
+    "learning": ("learning", partial(demo, name="learning")),
     "families": ("families", families),
     "math": ("math-verifier", math_verifier),
     "memory": ("memory", memory),
@@ -469,8 +477,11 @@ PICTURES: dict[str, Callable[[Row], None]] = {
     "presets": draw_presets,
     "staleness-ablation": draw_staleness,
     "long-answers": draw_long_answers,
-    "calculator": draw_calculator,
+    "calculator": draw_runs,
+    "learning": partial(draw_runs, name="learning"),
 }
+NAMED = {"calculator": "calculator", "smollm_cpu": "learning"}
+"""How the names of run folders begin -> the JSON file of their runs; others are of the demo."""
 FILE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
 
 
@@ -485,8 +496,8 @@ def copy_results(words: Sequence[str]) -> None:
         save("memory", load("memory") | {"commit": surroundings()["commit"], "now": now})
         return
     if folders := [Path(word) for word in words if Path(word).is_dir()]:
-        name = "calculator" if folders[0].name.startswith("calculator") else "demo"
-        save(name, {**surroundings(), "runs": list(map(demo_run, folders))})
+        name = next((known for known in NAMED if folders[0].name.startswith(known)), "demo")
+        save(NAMED.get(name, name), {**surroundings(), "runs": list(map(demo_run, folders))})
     for results in (json.loads(Path(word).read_text()) for word in words if Path(word).is_file()):
         if "plan" in results:
             save(FILE_OF_PLAN[results["plan"]], results)

@@ -119,6 +119,10 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
         if config.weights.transport == "ipc":  # an engine and its rank share one
             gpus /= 2
     environment = {"TOKENIZERS_PARALLELISM": "false"}
+    if kind == "trainer":
+        # Any of the three threads may get the next step. With an arena each, glibc kept the largest step's free memory
+        # three times: 10.8 GB for SmolLM2-135M in place of 5.2.
+        environment["MALLOC_ARENA_MAX"] = "1"
     return {
         "num_cpus": 0,
         "num_gpus": gpus if config.run.device == "cuda" else 0,

@@ -108,7 +108,7 @@ def check(rank: int, world_size: int, folder: str) -> None:
         check_equal(model, plain, name)
         assert "distributed" not in str(model.config.to_dict()), name
         out = Path(folder, "exported", name)
-        export_model(out, model, base_folder=path, rank=rank, dtype="auto")
+        export_model(out, model, base_folder=path, rank=rank)
         if rank == 0:
             before, after = (load_file(one / "model.safetensors") for one in (Path(path), out))
             torch.testing.assert_close(after, before, rtol=0, atol=0, msg=f"{name}: read and exported")
