@@ -131,7 +131,6 @@ def test_a_run_goes_on_after_its_time_limit_and_after_a_requeue(user: User) -> N
     user.wait_until(lambda: len(folder.read("metrics.jsonl")) >= saved + 3, job, "steps of the second start")
     user.slurm.ask("scontrol", "requeue", job)
     user.wait_until(lambda: user.facts(job)["Restarts"] == "2", job, "third start")
-    assert saved < saved_step(folder) == len(folder.read("metrics.jsonl")) < TOTAL
     user.wait_until(lambda: user.facts(job)["JobState"] in ENDED, job, "end")
 
     assert (user.facts(job)["JobState"], user.facts(job)["ExitCode"]) == ("COMPLETED", "0:0")
