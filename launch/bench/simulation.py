@@ -397,8 +397,8 @@ class Simulation:
             "masked": 1 - float(self._trained_LQ.sum() / self._tokens_LQ.sum()),
             "masked_by_quarter": (1 - self._trained_LQ.sum(axis=0) / self._tokens_LQ.sum(axis=0)).tolist(),
             "trained_by_length": self._trained_by_length(),
-            "gpu_hours_per_step": gpu_hours / steps,
-            "gpu_hours_per_million_tokens": 1e6 * gpu_hours / max(1.0, gained["trained"]),
+            "gpu_hours_per_step": gpu_hours / steps if gpu_hours else None,
+            "gpu_hours_per_million_tokens": 1e6 * gpu_hours / max(1.0, gained["trained"]) if gpu_hours else None,
         }  # fmt: skip
 
     def _trained_by_length(self) -> dict[str, list[float]]:

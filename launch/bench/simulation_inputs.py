@@ -94,7 +94,9 @@ def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
         train_token_s=trainer.get("training", 0.0) / steps / tokens,
         lengths=dict(sorted(lengths.items())),
         longest=max(lengths),
-        gpus=config.trainer.ranks + config.rollout.workers * config.rollout.tensor_parallel,
+        gpus=config.trainer.ranks + config.rollout.workers * config.rollout.tensor_parallel
+        if config.run.device == "cuda"
+        else 0,
     )
     return inputs, config
 

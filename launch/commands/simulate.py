@@ -136,7 +136,7 @@ def one_row(inputs: Inputs, config: Config, *, ranks: int, engines: int, eta: in
     settings = LedgerSettings(**queue, total_steps=steps)
     split = with_split(inputs, ranks=ranks, engines=engines, of_ranks=config.trainer.ranks)
     figures = simulate(split, settings)
-    price = inputs.price_per_gpu_hour or None
+    price = (inputs.price_per_gpu_hour or None) if figures["gpu_hours_per_step"] else None
     return {
         "ranks": ranks,
         "engines": engines,
@@ -150,7 +150,7 @@ def one_row(inputs: Inputs, config: Config, *, ranks: int, engines: int, eta: in
 
 def limit(row: Row) -> str:
     """Return a sentence on what limits a setting."""
-    setting = f"{row['ranks']} ranks, {row['engines']} engines, eta {row['eta']}"
+    setting = f"ranks {row['ranks']}, engines {row['engines']}, eta {row['eta']}"
     if row["trainer_idle"] < _BUSY:
         return f"{setting}: the trainer limits."
     if row["generator_idle"] < _BUSY:
