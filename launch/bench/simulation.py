@@ -130,7 +130,10 @@ class Engine:
         """When the next sample ends; infinity if none runs."""
         if not self._running:
             return math.inf
-        return max(self._now, self._stalled_until) + (self._running[0][0] - self._work) * self._step_s
+        tokens, inputs = self._running[0][0] - self._work, self._inputs
+        # Each decoded token makes the contexts of all running samples longer, and the next steps slower.
+        growth = inputs.decode_context_s * len(self._running)
+        return max(self._now, self._stalled_until) + tokens * (self._step_s + growth * tokens / 2)
 
     @property
     def _step_s(self) -> float:
@@ -168,7 +171,7 @@ class Engine:
         decoding = time - min(max(self._now, self._stalled_until), time)
         running = len(self._running)
         if running:
-            tokens = decoding / self._step_s
+            tokens = self._decoded(decoding)
             self._work += tokens
             self._context += tokens * running
             self.tokens += tokens * running
@@ -186,6 +189,11 @@ class Engine:
         if len(self._running) < running:
             self._fill()
         return complete
+
+    def _decoded(self, seconds: float) -> float:
+        """Return the tokens that each running sample gains: `next_end`'s sum, solved for them."""
+        growth, step_s = self._inputs.decode_context_s * len(self._running), self._step_s
+        return 2 * seconds / (step_s + math.sqrt(step_s**2 + 2 * growth * seconds)) if seconds else 0.0
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._inputs.slots:

@@ -11,7 +11,7 @@ from areal_lite.config.offline import parse_any_config
 
 
 class Rank(OfflineTrainerActor):
-    """One whose step goes on until it is let go."""
+    """A trainer whose step runs until the test releases it."""
 
     reached, go_on = threading.Event(), threading.Event()
 

@@ -85,7 +85,7 @@ def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[Que
 
 @contextmanager
 def dealer(access: QueueAccess, prepare: Callable[[Any], None] = lambda _: None) -> Iterator[Any]:
-    """A socket that sends what it is told to; `prepare` sets its options before it connects."""
+    """A socket that sends given messages; `prepare` sets its options before it connects."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     prepare(socket)

@@ -95,9 +95,9 @@ def test_the_script_of_four_nodes_with_gpus() -> None:
 def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(
     told: str, saved: str, requeues: bool, tmp_path: Path
 ) -> None:
-    """Also where the run alone is told, as its step is when a preemption begins, if it then saves: else forever.
+    """A run that gets the signal alone, as when a preemption begins, is requeued only if it saves: else without end.
 
-    Seen failing where the run alone was told, with the last signal's word alone, and with any checkpoint.
+    Seen failing where the run alone got it, with only the last signal looked at, and with any checkpoint.
     """
     told_by = "".join(f"kill -{name} $$; sleep 0.2; " for name in told.split())
     supervisor = f"python() {{ trap 'ends=1' TERM; {told_by}sleep {1 if told else 0} & wait; exit 130; }}"

@@ -110,7 +110,7 @@ def test_a_run_s_figure_keeps_its_name_and_scores_are_shown_as_verify_shows_them
 def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is said. Seen failing with the folder itself alone, with JSON read as YAML, and with a run of `dpo`.
+    """And the command prints it. Seen failing with the folder itself alone, JSON read as YAML, and a run of `dpo`.
 
     The same when it is served. Seen failing with the demo's recipe: a context of 96 tokens.
     """
