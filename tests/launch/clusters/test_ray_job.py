@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,17 +48,18 @@ def wait_for_agent(address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def job_server() -> Iterator[str]:
     """Start a Ray of its own with a dashboard; yields the job server's address.
 
-    On busy cores a part of Ray's dashboard may miss Ray's own deadline, and Ray ends: up to three starts.
+    Its folder has a short name: below pytest's, the dashboard's sockets can exceed the 107 bytes of a socket's path.
     """
-    for _ in range(3):
-        ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(3)]
-        gcs, dashboard, clients = (probe.getsockname()[1] for probe in ports)
-        for probe in ports:
-            probe.close()
-        folder = tmp_path_factory.mktemp("ray")
+    ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(3)]
+    gcs, dashboard, clients = (probe.getsockname()[1] for probe in ports)
+    for probe in ports:
+        probe.close()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         words = ["start", "--head", "--block", f"--port={gcs}", "--disable-usage-stats", f"--temp-dir={folder}"]
         words += [
             "--include-dashboard=true",
@@ -65,22 +67,18 @@ def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             f"--ray-client-server-port={clients}",
             "--num-cpus=4",
         ]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment |= {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         with subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, stdout=subprocess.PIPE, text=True
         ) as ray:
             try:
                 assert ray.stdout is not None
-                if any("Ray runtime started" in line for line in ray.stdout):
-                    address = f"http://127.0.0.1:{dashboard}"
-                    wait_for_agent(address)
-                    yield address
-                    return
+                assert any("Ray runtime started" in line for line in ray.stdout)
+                address = f"http://127.0.0.1:{dashboard}"
+                wait_for_agent(address)
+                yield address
             finally:
                 ray.terminate()  # also where SIGINT is ignored, as in a background job
                 ray.wait(60)
-    pytest.fail("Ray did not start with a dashboard in three attempts")
 
 
 def recipe(folder: Path, **run: object) -> str:
