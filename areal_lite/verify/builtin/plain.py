@@ -12,9 +12,11 @@ from areal_lite.verify.builtin.numeric import NUMBER, value_of
 _CLOCK = re.compile(r"(\d{1,2}:0\d|\d{1,2}:\d\d(?=[ap]m))([ap]m)?")
 """A time of day: ratios are not written so, and 12:00 would be 12/0."""
 _UNIT = re.compile(
-    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,}))(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
+    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|(?<![\\A-Za-z])([A-Za-z]{2,}(?:\s*/\s*[A-Za-z]+)?))"
+    r"(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
 )
-_LETTER = re.compile(r"(?<=\d)\s*([A-Za-z])\.?$")
+"""A unit, maybe a quotient of two; a power is that of the last."""
+_LETTER = re.compile(r"(?<=\d)\s*([A-Za-z](?:\s*/\s*[A-Za-z]+)?)(\^\{?\d\}?)?\.?$")
 """A unit beside a quantity, else a variable."""
 _JOINS = re.compile(r"^.*=|^(?:[\s,;&~$]|\\[,; ]|and\b)+|(?:[\s,;&~$.]|\\[,; ]|\band)+$")
 _NAMES = {"hr": "hour", "min": "minute", "sec": "second", "in": "inch", "lb": "pound", "metre": "meter"}
@@ -44,7 +46,7 @@ def plain_equal(expected: str, given: str) -> bool | None:
     sides = [list(_parts(text)) for text in (expected, given)]
     for index, text in enumerate((expected, given)):
         if sides[index] == [None] and None not in sides[1 - index]:
-            sides[index] = list(_parts(_LETTER.sub(r"\\text{\1}", text)))
+            sides[index] = list(_parts(_LETTER.sub(r"\\text{\1}\2", text)))
     return _quantities_equal(*sides) if expected else None
 
 
@@ -91,8 +93,13 @@ def _parts(text: str) -> Iterator[tuple[Fraction, Any] | None]:
 
 @functools.cache
 def _unit(word: str, power: int) -> Any:
+    """Return sympy's unit of a word, or the word itself; `km/h` and `miles per hour` are quotients."""
     from areal_lite.verify.builtin.algebra import unit_named
 
+    above, slash, below = re.sub(r"\s+per\s+|\s*/\s*", "/", word).partition("/")
+    if slash:
+        units = _unit(above, 1), _unit(below, power)
+        return units[0] / units[1] if not any(isinstance(unit, str) for unit in units) else "/".join(map(str, units))
     single = word.lower().removesuffix("s") if len(word) > 2 else word
     if (unit := unit_named(_NAMES.get(single, single)) or unit_named(word.lower())) is not None:
         return unit**power
