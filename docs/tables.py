@@ -441,7 +441,7 @@ def _fields(names: Iterable[str] | Mapping[str, Sequence[Any]]) -> set[str]:
 
 
 def frameworks(content: Row) -> str:
-    """Return the table of framework clients, from the results of `tests/rollout/test_frameworks.py`."""
+    """Return the table of framework clients, from the results of `benchmarks/try_frameworks.py`."""
     lines = [["client", "what to write", "plain", "stream", "tools", "structured output"]]
     for row in content["rows"]:
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())

@@ -39,58 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_mtp_layers": 0,
     }),
 }  # fmt: skip
-"""By name: the configuration's class and its settings."""
-MIXTURE = GROUPED | {"head_dim": 32, "num_experts_per_tok": 2}
-DEEPSEEK = DECODER | {
-    "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
-MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Mistral": ("Mistral", WINDOWED),
-    "Ministral": ("Ministral", WINDOWED),
-    "SmolLM3": ("SmolLM3", GROUPED | {"no_rope_layers": [1, 0]}),
-    "Gemma": ("Gemma", GROUPED | {"head_dim": 32}),
-    "OLMo": ("Olmo", GROUPED),
-    "OLMo 2": ("Olmo2", GROUPED),
-    "OLMo 3": ("Olmo3", GROUPED | {"sliding_window": 16}),
-    "Granite": ("Granite", GROUPED | {
-        "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
-    }),
-    "GLM-4": ("Glm4", GROUPED | {"head_dim": 32}),
-    "Exaone 4": ("Exaone4", GROUPED | {
-        "sliding_window": 16, "sliding_window_pattern": 2, "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "Ernie 4.5": ("Ernie4_5", GROUPED | {"head_dim": 32}),
-    "Cohere": ("Cohere", GROUPED),
-    "Cohere 2": ("Cohere2", GROUPED | {"sliding_window": 16, "head_dim": 32}),
-    "StarCoder 2": ("Starcoder2", GROUPED),
-    "StableLM": ("StableLm", GROUPED),
-    "Nemotron": ("Nemotron", GROUPED | {"head_dim": 32}),
-    "Seed-OSS": ("SeedOss", GROUPED | {"head_dim": 32}),
-    "Hunyuan": ("HunYuanDenseV1", GROUPED | {"head_dim": 32}),
-    "Mixtral": ("Mixtral", MIXTURE | {"num_local_experts": 4}),
-    "OLMoE": ("Olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "Qwen2-MoE": ("Qwen2Moe", MIXTURE | {
-        "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }),
-    "Phi-MoE": ("Phimoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Ernie 4.5 MoE": ("Ernie4_5_Moe", MIXTURE | {
-        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 0, "moe_layer_end_index": 1,
-    }),
-    "Granite-MoE": ("GraniteMoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "DeepSeek-V2": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
-    "DeepSeek-V3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 16, "topk_method": "noaux_tc"}),
-    "MiniMax-M2": ("MiniMaxM2", MIXTURE | {"num_local_experts": 4, "rotary_dim": 32}),
-    "Qwen3-Next": ("Qwen3Next", MIXTURE | {
-        "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [],
-        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "decoder_sparse_step": 1,
-    }),
-}  # fmt: skip
-"""Further ones, which no test runs."""
+"""By name: the configuration's class and its settings. benchmarks/bench_families.py adds further ones."""
 
 
 @torch.no_grad()
@@ -104,11 +53,16 @@ def sharpen(model: nn.Module, seed: int) -> None:
         own.copy_(mean + size * torch.randn(own.shape, generator=noise))
 
 
-def save_family(family: str, folder: str, **others: Any) -> str:
-    """Save a model, `others` among its settings, and a tokenizer; returns the folder."""
-    kind, settings = (FAMILIES | MORE_FAMILIES)[family]
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings | others))
+def save_model(kind: str, settings: dict[str, Any], folder: str) -> str:
+    """Save a model and a tokenizer; returns the folder."""
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings))
     sharpen(model, seed=0)
     model.save_pretrained(folder)
     build_char_tokenizer("0123456789").save_pretrained(folder)
     return folder
+
+
+def save_family(family: str, folder: str, **others: Any) -> str:
+    """Save a model with `others` among its settings."""
+    kind, settings = FAMILIES[family]
+    return save_model(kind, settings | others, folder)

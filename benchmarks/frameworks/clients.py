@@ -1,3 +1,4 @@
+# ruff: noqa: D400, D403, D415 - the docstrings are cells of a table
 """Frameworks' clients as users write them; `python clients.py NAME structured|other PACKAGE ...` prints what one did.
 
 They find the endpoint in the environment, and run in the folder of their packages. The model does as the last text
@@ -39,10 +40,12 @@ def add(a: int, b: int) -> str:
 
 
 def user(text: str) -> list[dict[str, Any]]:
+    """Return a user's message."""
     return [{"role": "user", "content": text}]
 
 
 def joined(parts: Any) -> str:
+    """Join the texts of a stream."""
     return "".join(part or "" for part in parts)
 
 
