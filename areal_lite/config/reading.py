@@ -30,13 +30,13 @@ def shipped_recipes() -> list[str]:
 
 
 def _resolver(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
-    """Return how YAML recognises a tag; for numbers without base 60, in which 4:00:00 is 14400."""
+    """Return how YAML recognises a tag; for numbers without base 60 and 8, in which 4:00:00 is 14400 and 010 is 8."""
     is_number = tag.endswith((":int", ":float"))
-    return tag, re.compile(f"(?!.*:){form.pattern}", re.VERBOSE) if is_number else form
+    return tag, re.compile(rf"(?!.*:|[-+]?0\d){form.pattern}", re.VERBOSE) if is_number else form
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without dates and base-60 numbers, which no setting is, and without duplicate keys: the last would win."""
+    """YAML without dates and numbers to base 60 or 8, which no setting is, and without duplicate keys: the last would win."""
 
     yaml_implicit_resolvers = {
         first: [_resolver(*each) for each in forms if not each[0].endswith(":timestamp")]

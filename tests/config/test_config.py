@@ -306,6 +306,7 @@ def test_any_text_can_be_an_override(text: str) -> None:
     """Seen failing, in a resume of a run folder: `/run #3` was the folder `/run`."""
     assert parse_override(override("run.dir", text)) == ("run.dir", text)
     assert parse_override("run.dir=/run #3 ") == ("run.dir", "/run #3")
+    assert parse_override("run.dir=007") == ("run.dir", "007")  # seen as the folder 7
     assert parse_override('run.dir="/run" # why') == ("run.dir", "/run")
 
 
