@@ -36,7 +36,7 @@ def _resolver(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without dates and numbers to base 60 or 8, which no setting is, and without duplicate keys: the last would win."""
+    """YAML without dates, numbers to base 60 or 8, and duplicate keys, of which the last would win."""
 
     yaml_implicit_resolvers = {
         first: [_resolver(*each) for each in forms if not each[0].endswith(":timestamp")]
