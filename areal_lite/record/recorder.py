@@ -77,8 +77,8 @@ class Recorder:
 
     def _add_earlier(self, event: Event) -> None:
         if event["kind"] == "eval":
-            rest = {key: value for key, value in event.items() if key not in ("time", "lane", "kind", "step")}
-            self.evaluations[event["step"]] = table(event.get("figures")) or rest
+            kept = {key: event[key] for key in ("accuracy", "called", "by_source", "parts", "metrics") if key in event}
+            self.evaluations[event["step"]] = table(event.get("figures")) or kept
 
     def feed(self, events: Sequence[Event]) -> None:
         """Write events."""
