@@ -125,7 +125,7 @@ class OnlineTrainerActor(TrainerActor):
             timeout_s=config.weights.timeout_s,
             join_timeout_s=config.weights.join_timeout_s,
         )
-        self.publish, self.squares = self._publisher.publish, self._publisher.squares
+        self.squares = self._publisher.squares
 
     def reconnect(self, access: QueueAccess) -> None:
         """Connect to the queue that replaced a dead one."""
@@ -142,6 +142,10 @@ class OnlineTrainerActor(TrainerActor):
         clients = {name: client({name: handle}) for name, handle in engines.items()}
         group: dict[str, Any] = {"group_client": client(engines), "num_engine_ranks": ranks * len(engines)}
         return self._publisher.connect(clients, kept=kept, **group)
+
+    def publish(self) -> tuple[dict[str, str | None], dict[str, float]]:
+        """Return per engine why it failed, or None, and the speed at which it received (`WeightPublisher`)."""
+        return self._publisher.publish(), self._publisher.mb_per_s
 
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""

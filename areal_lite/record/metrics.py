@@ -161,6 +161,7 @@ METRICS = (
     Metric("trainer_wait_s", "the trainer waited for the batch", "s", board="queue"),
     _alike("train_s", "from taking the batch to the new weights", "s", board="time"),
     Metric("publish_s", "handing the weights over", "s", board="time"),
+    Metric("publish_mb_s", "speed at which each engine received them; over `gloo`", "MB/s", board="time"),
     Metric("paused_s", "sum over the rollout workers", "s", board="time"),
     _rate("samples_per_s", "trained, over the time since the last row", "samples/s",
           curve="samples trained per second", panel=("speed", "{:,.0f} samples/s trained")),

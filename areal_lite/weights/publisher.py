@@ -4,10 +4,12 @@ Each trainer rank has one `WeightPublisher`; all ranks call `publish` together, 
 a collective. No other file of the trainer knows which transport is in use.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -157,6 +159,8 @@ class WeightPublisher:
         self._source = CastSource(model, dtype, everywhere=transport == "ipc")
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
+        self.mb_per_s: dict[str, float] = {}
+        """On rank 0, the speed at which each engine received the last publication; over `gloo` alone, a pair each."""
 
     def connect(
         self, clients: Mapping[str, Any], *, kept: Collection[str] = (), group_client: Any, num_engine_ranks: int
@@ -216,8 +220,11 @@ class WeightPublisher:
                     failures |= self._blamed(error)
             return failures
         with self._snapshot.gathered(), ThreadPoolExecutor(max_workers=max(1, len(self._senders))) as pool:
-            stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
-            return dict(zip(self._senders, stages, strict=True))
+            stages = pool.map(_timed, [sender.stage_weights for sender in self._senders.values()])
+            results = dict(zip(self._senders, stages, strict=True))
+            size_mb = sum(meta.dtype.itemsize * prod(meta.shape) for meta in self._snapshot.metadata()) / 1e6
+        self.mb_per_s = {name: size_mb / seconds for name, (failure, seconds) in results.items() if failure is None}
+        return {name: failure for name, (failure, _) in results.items()}
 
     def squares(self) -> dict[str, int]:
         """Return, on rank 0, the fingerprint of each tensor as it is sent (`families.py`); every rank calls this."""
@@ -266,10 +273,11 @@ class WeightPublisher:
             return int(probe.getsockname()[1])
 
 
-def _failure(send: Callable[[], None]) -> str | None:
-    """Send to one receiver; returns its failure, so that the other receivers are served."""
+def _timed(send: Callable[[], None]) -> tuple[str | None, float]:
+    """Send to one receiver; returns its failure, so that the other receivers are served, and the seconds."""
+    begun = time.monotonic()
     try:
         send()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return None, time.monotonic() - begun

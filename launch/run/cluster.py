@@ -73,6 +73,8 @@ class Cluster:
         self.engines = RayEngines({}, timeout_s=run.stall_timeout_s, on_drop=self._note_lost)
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
         self._reports, self._memory_polls = Poller("collect"), Poller("memory_mb")
+        self.publish_mb_s = dict[str, float]()
+        """The speed at which each engine received the last weights, where each has a connection of its own."""
         self._memory_mb = dict[str, int]()
         self._has_started = False
         self._spawn_core(queue_state)
@@ -295,7 +297,7 @@ class Cluster:
                 return failures  # There is no group to send to.
         # Longer than the engines' own deadlines (open, receive, load), so that a late engine is blamed, not a rank.
         timeout_s = 3 * self._config.weights.timeout_s + self._config.run.stall_timeout_s
-        sent, *_ = self.ranks.ask("publish", timeout_s=timeout_s)
+        (sent, self.publish_mb_s), *_ = self.ranks.ask("publish", timeout_s=timeout_s)
         return {**failures, **sent}
 
     def _connect(self) -> dict[str, str | None]:

@@ -26,8 +26,8 @@ from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import Difference, ParityCheck, prompt_sequences, stored_sequences
 from areal_lite.launch.run.ranks import POLL_S
 from areal_lite.record.length_bias import spread_warning, stale_warning
-from areal_lite.record.memory_growth import growth_warning
 from areal_lite.record.recorder import OnlineRecorder
+from areal_lite.record.worker_warnings import growth_warning, link_warning
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.types import Prompt
@@ -58,7 +58,7 @@ class OnlineController(Controller):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        self._warnings = [stale_warning, spread_warning, growth_warning]
+        self._warnings = [stale_warning, spread_warning, growth_warning, link_warning]
         """Checks of the rows so far that have found nothing yet: each warns once."""
         self._first_version = 0
         self._parity = ParityCheck(
@@ -275,7 +275,8 @@ class OnlineController(Controller):
             record["stats"]
             | self._collector.verifiers()
             | self._collector.engines()
-            | {"workers": self._cluster.states(), "memory_mb": self._cluster.memory_mb()},
+            | {"workers": self._cluster.states(), "memory_mb": self._cluster.memory_mb()}
+            | {"publish_mb_s": self._cluster.publish_mb_s},
             step=self._version,
             tokens_generated=self._collector.tokens(),
             ledger=status["counts"],

@@ -62,7 +62,7 @@ class Actor:
             args[1].mkdir()
         usual = {
             "access": dict.fromkeys(Role), "collect": ([], {}), "step": dict(STATS), "progress": 1, "ping": "",
-            "memory_mb": 100, "reconnect": (3, 1),
+            "memory_mb": 100, "reconnect": (3, 1), "publish": ({}, {}),
         }  # fmt: skip
         return usual.get(name, {})
 

@@ -388,6 +388,8 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
     failures = publisher.publish()
     assert failures["a"] is None
     assert str(failures["b"]).startswith("HandoverError: parameters were damaged on the way")
+    assert list(publisher.mb_per_s) == ["a"]
+    assert publisher.mb_per_s["a"] > 0
     clients["a"].finish_weight_update()
     assert same(weights_of(models["a"]), weights_of(trainer))
     assert same(weights_of(models["b"]), before)

@@ -1,8 +1,8 @@
-"""Which memory curves are worth a warning."""
+"""Which memory curves and which speeds of publications are worth a warning."""
 
 import pytest
 
-from areal_lite.record.memory_growth import growth_warning
+from areal_lite.record.worker_warnings import growth_warning, link_warning
 
 
 def rows(values: list[float], *, lane: str = "verifier/0") -> list[dict[str, dict[str, float]]]:
@@ -32,3 +32,26 @@ def test_only_memory_that_grows_steadily_and_by_much_is_warned_of(values: list[f
 def test_a_process_that_was_replaced_is_not_compared_with_its_predecessor() -> None:
     """Rows without its figure, and rows before there was the metric, are skipped."""
     assert growth_warning([{}] * 30 + rows([500.0] * 30)) == ""
+
+
+def speeds(*mb_s: float, seconds: float = 2.0) -> dict[str, object]:
+    return {"publish_s": seconds, "publish_mb_s": {f"rollout/{number}": speed for number, speed in enumerate(mb_s)}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([speeds(90, 10, 100)] * 5, "rollout/1 received the last 5 publications at 10 MB/s, the others at 95"),
+        ([speeds(90, 10)] * 5, "rollout/1 "),
+        ([speeds(90, 10)] * 4, ""),  # too early to tell
+        ([speeds(90, 40)] * 5, ""),  # less than three times
+        ([speeds(90, 10)] * 4 + [speeds(90, 80)], ""),  # once only
+        ([speeds(90, 10, seconds=0.5)] * 5, ""),  # it costs nothing
+        ([speeds(10)] * 5, ""),  # with nothing to compare with
+        ([{"publish_s": 2.0, "publish_mb_s": {}}] * 5, ""),  # one group for all: nccl
+    ],
+)
+def test_an_engine_behind_a_slow_link_is_named(rows: list[dict[str, object]], named: str) -> None:
+    text = link_warning(rows)
+    assert text.startswith(named)
+    assert bool(text) == bool(named)

@@ -1,11 +1,11 @@
-"""A warning on a process whose memory keeps growing: a leak ends a long run, at the worst moment."""
+"""Warnings on single processes: one whose memory keeps growing, and an engine at the end of a slow link."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from areal_lite.record.run_files import numbers
+from areal_lite.record.run_files import number, numbers
 
 _STEPS = 60
 """Rows that are looked at: the last ones."""
@@ -13,6 +13,9 @@ _PARTS = 6
 """Consecutive parts of these rows; memory that keeps growing is higher in each than in the one before."""
 _LEAST_MIB, _LEAST_SHARE = 100, 0.1
 """Growth over these rows that is worth a warning: at least both."""
+_PUBLICATIONS, _SLOWER, _LEAST_S = 5, 3, 1.0
+"""An engine is slow if it was so many times slower than the others' median, and publishing took so many seconds, in
+each of the last publications."""
 
 
 def growth_warning(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -35,5 +38,20 @@ def growth_warning(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"the memory of {name} grew from {means[0]:,.0f} to {means[-1]:,.0f} MiB in the last {_STEPS} steps, "
                 "and keeps growing: see memory_mb in the report. Fix: look for what the verifier, workflow or loss "
                 "function keeps; run.checkpoint_every limits what is lost if memory runs out"
+            )
+    return ""
+
+
+def link_warning(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Name the engine that received the last five publications far more slowly than the others; empty without one."""
+    last = [row for row in rows[-_PUBLICATIONS:] if (number(row.get("publish_s")) or 0) > _LEAST_S]
+    speeds = [numbers(row.get("publish_mb_s")) for row in last]
+    for name in speeds[-1] if len(speeds) == _PUBLICATIONS else ():
+        of_name = [row.get(name, float("inf")) for row in speeds]
+        others = [median([speed for other, speed in row.items() if other != name] or [0.0]) for row in speeds]
+        if all(_SLOWER * own < other for own, other in zip(of_name, others, strict=True)):
+            return (
+                f"{name} received the last {_PUBLICATIONS} publications at {of_name[-1]:.0f} MB/s, the others at "
+                f"{others[-1]:.0f} MB/s: check the network of its node (areal-lite doctor --cluster measures it)"
             )
     return ""
