@@ -162,7 +162,10 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     write_rows(path / "events.jsonl", rows)
     found = cards(path)
     assert found["Did it learn?"][0] == "yes"
-    assert (found["Is it healthy?"][0], found["Is it healthy?"][1][:2]) == ("look at this", ["done", "1 workers lost"])
+    assert (found["Is it healthy?"][0], found["Is it healthy?"][1][:2]) == (
+        "look at this",
+        ["done: 12 of 100 steps", "1 workers lost"],
+    )
     offline = cards(make_offline_run(tmp_path / "dpo"))
     assert offline["Did it learn?"][0] == "not measured"
     assert list(offline) == ["Did it learn?", "How sure is that?", "Is it healthy?", "What did it cost?"]

@@ -52,7 +52,7 @@ def _learned(run: RunFiles) -> tuple[Answer, Answer]:
         shown = dict.fromkeys((f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}"))
         lines.append(f"held-out {called} {' → '.join(shown)}")
     if ends:
-        lines.append("training reward {:.3f} → {:.3f}".format(*ends))
+        lines.append("training reward {:.3f} → {:.3f}, means of the first and last tenth".format(*ends))
     found = _change(figure, points[0][0], points[-1][0]) if len(points) > 1 else None
     if found is None:
         fix = ["run.eval_every measures held-out rows"] if run.command == "train" and len(points) < 2 else []
@@ -63,7 +63,11 @@ def _learned(run: RunFiles) -> tuple[Answer, Answer]:
     lines.append(f"best {value:.3f} at step {best['step']}, last at step {points[-1][0]['step']}")
     least, most = sorted((sign * low, sign * high))
     words, tone = ("yes", "high") if least > 0 else ("no, it got worse", "low") if most < 0 else ("not shown", "")
-    facts = [f"95 % interval of the change of {(low + high) / 2:+.3f}", *rows, "one seed"]
+    facts = [
+        f"95 % interval of the change of {(low + high) / 2:+.3f}",
+        *rows,
+        "one seed: another may differ by more",
+    ]
     return Answer("Did it learn?", words, lines, tone), Answer("How sure is that?", f"{low:+.3f} to {high:+.3f}", facts)
 
 
@@ -85,6 +89,7 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 def _health(run: RunFiles) -> Answer:
     """Collect what went wrong; what is normal follows."""
     status, last = str(run.summary.get("status") or "active, or killed"), run.metrics[-_LAST:]
+    planned = table(run.config.get("run")).get("steps")
     events, ledger = Counter(event["kind"] for event in run.events), numbers(run.last.get("ledger"))
     counts = {
         "warnings, below": events["warning"], "updates skipped": sum(_values(run.metrics, "step_skipped")),
@@ -92,15 +97,21 @@ def _health(run: RunFiles) -> Answer:
         "groups failed": ledger.get("failed", 0), "groups stale": ledger.get("stale", 0),
     }  # fmt: skip
     problems = [f"{count:.0f} {what}" for what, count in counts.items() if count]
-    texts = {"truncated_fraction": "{:.0%} truncated", "entropy": "entropy {:.3f}", "grad_norm": "gradient norm {:.3g}"}
-    lines = [text.format(fmean(found)) for key, text in texts.items() if (found := _values(last, key))]
+    texts = {
+        "truncated_fraction": "{1:.0%} truncated",
+        "entropy": "entropy {0:.3f} → {1:.3f}",
+        "grad_norm": "gradient norm {0:.2f} → {1:.2f}",
+    }
+    ends = {key: (_values(run.metrics[:_LAST], key), _values(last, key)) for key in texts}
+    lines = [texts[key].format(fmean(first), fmean(found)) for key, (first, found) in ends.items() if first and found]
     eta = table(run.config.get("queue")).get("max_staleness", "?")
-    texts = {"age_max": f"oldest token {{:.0f}} of {eta} versions"}
-    texts |= {"parity_mean_abs_logprob_diff": "engine against trainer {:.1g} nats"}
+    texts = {"age_max": f"oldest token trained: age {{:.0f}}, of {eta} allowed"}
+    texts |= {"parity_mean_abs_logprob_diff": "engine and trainer differ by {:.1g} nats a token"}
     lines += [text.format(max(found)) for key, text in texts.items() if (found := _values(run.metrics, key))]
     is_well = not problems and status in ("done", "interrupted", "active, or killed")
     words, tone = ("yes", "high") if is_well else ("look at this", "low")
-    return Answer("Is it healthy?", words, [status, *problems, *lines], tone)
+    done = f": {run.last.get('step', 0)} of {planned} steps" if planned else ""
+    return Answer("Is it healthy?", words, [status + done, *problems, *lines], tone)
 
 
 def _limit(run: RunFiles, shares: Shares) -> Answer:
@@ -116,11 +127,15 @@ def _limit(run: RunFiles, shares: Shares) -> Answer:
         limit = "verification" if sum(verifying) > generating else "generation"
     lines = list[str]()
     for lane, spent in reversed(shares.items()):
-        parts = (f"{spent[state]:.0%} {state}" for state in sorted(spent, key=lambda state: -spent[state]))
+        parts = (f"{_percent(spent[state])} {state}" for state in sorted(spent, key=lambda state: -spent[state]))
         lines.append(f"{lane}: {', '.join(parts)}")
     if varied := _values(run.metrics[-_LAST:], "varied_groups_fraction"):
-        lines.append(f"{fmean(varied):.0%} of groups teach: their rewards differ")
+        lines.append(f"{fmean(varied):.0%} of groups teach; in the others all rewards are equal")
     return Answer("What limits it?", limit, lines)
+
+
+def _percent(share: float) -> str:
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def _cost(run: RunFiles) -> Answer:
@@ -131,10 +146,11 @@ def _cost(run: RunFiles) -> Answer:
     units = {"samples_per_s": "samples/s", "gen_tokens_per_s": "tokens/s generated"}
     speeds = {text: speed for key, text in units.items() if (speed := number(run.summary.get(key))) is not None}
     lines.append(", ".join(f"{speed:,.{0 if speed >= 10 else 2}f} {text}" for text, speed in speeds.items()))
+    lines[-1] += ", without the start" if speeds else ""
     memory = [numbers(row.get("memory_mb")) for row in run.metrics]
     if peak := max(memory, key=lambda row: sum(row.values()), default={}):
         parts = (f"{name} {peak[name] / 1024:.1f}" for name in sorted(peak, key=lambda name: -peak[name])[:2])
-        lines.append(f"at most {sum(peak.values()) / 1024:.1f} GiB ({', '.join(parts)})")
+        lines.append(f"at most {sum(peak.values()) / 1024:.1f} GiB of memory ({', '.join(parts)}, ...)")
     commit = run.summary.get("commit")
     lines += [str(run.summary.get("machine") or ""), f"commit {commit}" if commit else ""]
     return Answer("What did it cost?", f"{hours}:{rest // 60:02d}:{rest % 60:02d}", [*filter(None, lines)])

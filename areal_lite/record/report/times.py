@@ -15,7 +15,7 @@ _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4],
     "paused": "#a34747", "pausing": "#7d3c3c", "transferring": "#a34747", "reloading": "#c65f5f",
     "stamping": "#e08a8a", "draining": COLOURS[3],
-    "idle": "#9aa0a6", "waiting": "#b8bdc2", "other": "#d5d9dc", "lost": "#555555",
+    "idle": "#9aa0a6", "waiting": "#5f6b7a", "other": "#dfe3e6", "lost": "#222222",
 }  # fmt: skip
 """In the order of the bars: work, the parts of a hand-over, then what is not work."""
 
@@ -56,7 +56,8 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
         if any(shares[lane].get(state) for lane in lanes)
     ]  # fmt: skip
     layout = {
-        "barmode": "stack", "xaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest",
+        "barmode": "stack", "hovermode": "closest",
+        "xaxis": {"tickformat": ".0%", "range": [0, 1.03], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
         "height": max(220, 130 + 42 * len(lanes)), "bargap": 0.3,
         "showlegend": True, "legend": {"traceorder": "normal"},
     }  # fmt: skip
