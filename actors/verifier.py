@@ -31,7 +31,10 @@ class VerifierActor(MeasuredProcess):
         """Start the pools; a verifier that cannot be loaded fails here."""
         config = self._config
         self._verifiers = VerifierSet(
-            config.verifier, also=config.data.chosen_verifiers, start_timeout_s=config.run.start_timeout_s
+            config.verifier,
+            watch=config.reward_watch,
+            also=config.data.chosen_verifiers,
+            start_timeout_s=config.run.start_timeout_s,
         )
         await self._verifiers.start()
         self._make_worker()

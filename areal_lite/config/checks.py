@@ -30,6 +30,7 @@ def recipe_problems(config: "Config") -> Iterable[str]:
     yield from _device_problems(config)
     yield from _precision_problems(config)
     yield from _timeout_problems(config)
+    yield from _watch_problems(config)
     if (longest := config.rollout.max_new_tokens) >= (context := config.model.max_context):
         got = f"{longest} and {context}: raise model.max_context"
         yield f"rollout.max_new_tokens must leave room for a prompt in model.max_context, got {got}"
@@ -84,6 +85,19 @@ def _timeout_problems(config: "Config") -> Iterable[str]:
         if config.trainer.ranks > 1 and limit_s <= first_s:
             why = "or ranks give up before it is known who is late; raise it"
             yield f"trainer.collective_timeout_s must be more than {name}={first_s:g}, got {limit_s:g}: {why}"
+
+
+def _watch_problems(config: "Config") -> Iterable[str]:
+    """What keeps watched rewards from being compared with the trained one over held-out rows."""
+    if not config.reward_watch.verifiers:
+        return
+    if (name := config.verifier.eval_function) is not None:
+        yield (
+            f"verifier.eval_function must be null with reward_watch, which needs the trained reward of held-out rows, "
+            f"got {name}: name it in reward_watch.verifiers instead"
+        )
+    if config.run.eval_every == 0:
+        yield "run.eval_every must be above 0 with reward_watch, which compares evaluations, got 0: set it, e.g. to 10"
 
 
 def _precision_problems(config: "Config") -> Iterable[str]:

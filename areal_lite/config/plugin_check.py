@@ -112,8 +112,10 @@ def _verifiers(config: "Config") -> Iterable[tuple[str, str, VerifierSettings]]:
     for name, key in chosen.items():
         if name is not None and name not in verifier.named:
             yield key, "verifier", verifier.settings_of(name)
-    for key, one in verifier.named.items():
-        yield f"verifier.named.{key}.function", f"verifier.named.{key}", one
+    of_sections = {"verifier.named": verifier.named, "reward_watch.verifiers": config.reward_watch.verifiers}
+    for section, named in of_sections.items():
+        for key, one in named.items():
+            yield f"{section}.{key}.function", f"{section}.{key}", one
 
 
 def _argument_problems(section: str, settings: VerifierSettings) -> Iterable[str]:

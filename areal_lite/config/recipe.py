@@ -11,7 +11,7 @@ from areal_lite.config.data import DataConfig
 from areal_lite.config.presets import ObjectiveConfig, expand_preset
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.section import Section
-from areal_lite.config.verifier import VerifierConfig
+from areal_lite.config.verifier import RewardWatchConfig, VerifierConfig
 
 PARITY_LIMITS = {"float32": 0.003, "bfloat16": 0.13, "experts": 0.3, "fp8": 0.52}
 """Mean |engine - trainer| in nats: by dtype, of a mixture in bfloat16 whose routers choose for themselves, and of an
@@ -32,6 +32,7 @@ class Config(Section):
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     queue: sections.QueueConfig = sections.QueueConfig()
     verifier: VerifierConfig = VerifierConfig()
+    reward_watch: RewardWatchConfig = RewardWatchConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: sections.CriticConfig = sections.CriticConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()

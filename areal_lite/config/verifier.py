@@ -1,4 +1,4 @@
-"""The section `verifier`: how completions are scored."""
+"""The sections `verifier` and `reward_watch`: how completions are scored."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import OwnName, Refers, Section
+from areal_lite.config.section import HERE, OwnName, Refers, Section
 
 
 class VerifierSettings(Section):
@@ -84,3 +84,20 @@ class VerifierConfig(VerifierSettings):
         if not isinstance(self.function, str) or self.function in self.named:
             to_do = "give each its own in verifier.named"
             yield from self.unread(["arguments"], f"with verifier.function={self.function}", to_do=to_do)
+
+
+class RewardWatchConfig(Section):
+    """Verifiers that are never trained on; they show whether the trained reward is being gamed, see docs/rlhf.md."""
+
+    verifiers: dict[OwnName, VerifierSettings] = {}
+    """by name, e.g. {truth: {function: math}}; they score the held-out rows of each evaluation; {} = no watch"""
+    share: float = Field(0.05, ge=0, le=1)
+    """share of the training groups that they score too"""
+    stop: bool = False
+    """save and end the run if it gains trained reward while it loses a watched one; false = warn only"""
+
+    def _problems(self) -> Iterable[str]:
+        for name, settings in self.verifiers.items():
+            yield from name_problems(f"{HERE}.verifiers.{name}.function", settings.function, kind="verifier")
+        if not self.verifiers:
+            yield from self.unread(("share", "stop"), f"without {HERE}.verifiers")

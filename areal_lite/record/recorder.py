@@ -178,10 +178,13 @@ class OnlineRecorder(Recorder):
         """Record a held-out mean reward, for the next row and the summary.
 
         Args:
-            **figures: The same `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
+            **figures: The same `by_source`, what it is `called`, the means of the scores' `parts` and `metrics`, and
+                single `rewards`, also those of `watched` verifiers.
         """
         self.evaluations[step] = {"accuracy": accuracy, **figures}
         self._pending |= {"eval_reward": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
+        watched = {name: statistics.fmean(rewards.values()) for name, rewards in figures.get("watched", {}).items()}
+        self._pending |= {"eval_watched": watched} if watched else {}
 
     def parity(self, **nats: float) -> None:
         """Record `mean`, `p99` and `max` of |engine - trainer|, for the next row and the summary."""

@@ -166,7 +166,8 @@ class RunFolder:
             )
         free = _FREE_ON_RESUME | _CHANGEABLE.intersection(named)
         found = differences([saved.model_dump(), config.model_dump()]).items()
-        if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in free]:
+        changes = ((key, *values) for key, values in found if not key.startswith("reward_watch."))
+        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes if key not in free]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}. Fix: resume with the recipe and "
                 "overrides of the first start, or start a new run without run.resume (areal-lite resume DIR may change "

@@ -36,9 +36,13 @@ def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
     weights, known = config.verifier.weights, known_names("verifier")
     workflow = "command" if config.rollout.workflow_command else config.rollout.workflow
     alone = [row for row in prompts if (row.row.get("workflow") or workflow) == "single_turn"]
-    for name in (*weights, *config.verifier.named):
-        settings = config.verifier.settings_of(name)
-        rows = [row for row in alone if name in ([row.row["verifier"]] if row.row.get("verifier") else weights)][:_ROWS]
+    asked = {name: config.verifier.settings_of(name) for name in (*weights, *config.verifier.named)}
+    pairs = [
+        (settings, [row for row in alone if name in ([row.row["verifier"]] if row.row.get("verifier") else weights)])
+        for name, settings in asked.items()
+    ]
+    for settings, chosen in [*pairs, *((watched, alone) for watched in config.reward_watch.verifiers.values())]:
+        rows = chosen[:_ROWS]
         own = settings.arguments.get("function") if settings.function in known else settings.function
         if not rows or own is None or settings.max_failure_share == 1:
             continue

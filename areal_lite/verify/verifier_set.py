@@ -4,12 +4,15 @@ A slow verifier does not delay the calls of others.
 """
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.verifier import VerifierConfig, VerifierSettings
+from areal_lite.config.verifier import RewardWatchConfig, VerifierConfig, VerifierSettings
+from areal_lite.record.reward_watch import WATCHED
 from areal_lite.types import Prompt, Sample
 from areal_lite.verify.pool import Messages, VerifierPool
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply, checked, failed
@@ -18,10 +21,18 @@ from areal_lite.verify.protocol import NOT_APPLICABLE, Reply, checked, failed
 class VerifierSet:
     """Scores completions with the verifier that their row, or else the recipe, names."""
 
-    def __init__(self, config: VerifierConfig, *, also: Iterable[str] = (), start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        config: VerifierConfig,
+        *,
+        watch: RewardWatchConfig | None = None,
+        also: Iterable[str] = (),
+        start_timeout_s: float = 60.0,
+    ) -> None:
         """Create the set; `start` starts its processes.
 
         Args:
+            watch: Verifiers that score a share of the groups, and held-out completions, beside the others; None = none.
             also: Further verifiers that rows are known to choose: they start with the others. A verifier that only a
                 row names starts when that row is scored.
             start_timeout_s: Seconds that importing and preparing one function may take.
@@ -38,6 +49,8 @@ class VerifierSet:
             is_taken = config.eval_function in self._settings
             name = next(same, f"{config.eval_function} (held out)" if is_taken else config.eval_function)
             self._settings[name], self._held_out = settings, {name: 1.0}
+        self._watch = watch or RewardWatchConfig()
+        self._settings |= {f"{WATCHED}{name}": settings for name, settings in self._watch.verifiers.items()}
         self._short = short_names(self._settings)
         self._allowed = sorted(config.choosable)
         self._pools: dict[str, VerifierPool] = {}
@@ -87,13 +100,36 @@ class VerifierSet:
         return 4 * sum(settings.processes * settings.concurrency for settings in self._settings.values())
 
     async def judge(self, prompt: Prompt, sample: Sample | None) -> Reply:
-        """Return what a held-out completion got: its agent's own score if it has one; None is a failed episode."""
+        """Return what a held-out completion got: its agent's own score if it has one; None is a failed episode.
+
+        Watched rewards are among the metrics.
+        """
         if sample is None:
             return failed("workflow", "")
+        reply, (watched,) = await asyncio.gather(self._judged(prompt, sample), self.watch(prompt, [sample]))
+        return replace(reply, metrics={**reply.metrics, **watched})
+
+    async def _judged(self, prompt: Prompt, sample: Sample) -> Reply:
         if (score := sample.score) is not None:
             return Reply(score.total, parts=score.parts, metrics=score.metrics, failure=score.failure)
         (reply,) = await self.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
         return reply
+
+    async def watch(self, prompt: Prompt, samples: Sequence[Sample]) -> list[dict[str, float]]:
+        """Return what the verifiers of `reward_watch` give each sample, by metric; a failure gives none."""
+        texts, messages = [sample.text for sample in samples], [sample.messages for sample in samples]
+        names = [f"{WATCHED}{name}" for name in self._watch.verifiers]
+        pools = await asyncio.gather(*map(self._pool, names))
+        columns = await asyncio.gather(*(pool.score(prompt, texts, messages=messages) for pool in pools))
+        found: list[dict[str, float]] = [{} for _ in samples]
+        for name, replies in zip(names, columns, strict=True):
+            for rewards, reply in zip(found, replies, strict=True):
+                rewards |= {} if reply.total is None else {name: reply.total}
+        return found
+
+    def is_watched(self, group_id: str) -> bool:
+        """Whether the group is in `reward_watch.share`: always the same ones, whichever worker asks."""
+        return bool(self._watch.verifiers) and zlib.crc32(group_id.encode()) < self._watch.share * 2**32
 
     def gauges(self) -> dict[str, Any]:
         """Return the counts of all pools together, and each pool's gauges under `verifiers`."""

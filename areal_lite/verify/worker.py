@@ -6,11 +6,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.data.encode import decoder, read_tokenizer
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
+from areal_lite.record.reward_watch import by_verifier
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
@@ -59,11 +61,13 @@ class VerifierWorker(LeaseWorker):
     async def _serve(self, lease: Lease) -> None:
         start = time.time()
         group = lease.group
-        scores = await self._scores(group)
+        scores = await self._watched(group, await self._scores(group))
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
-        found = {"failures": failures, "rewards": [score.total for score in scores]}
+        found: dict[str, Any] = {"failures": failures, "rewards": [score.total for score in scores]}
+        if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):
+            found["watched"] = watched
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), **found)
 
     async def _scores(self, group: Group) -> list[Score]:
@@ -80,6 +84,16 @@ class VerifierWorker(LeaseWorker):
         # The first step loads a tokenizer: heartbeats and deadlines must not wait for that.
         has_steps = any(reply.step_rewards for reply in replies)
         return await asyncio.to_thread(scores) if has_steps else scores()
+
+    async def _watched(self, group: Group, scores: list[Score]) -> list[Score]:
+        """Add the rewards of `reward_watch` to the metrics of a watched group's scores, for people alone."""
+        if not self._pool.is_watched(group.group_id):
+            return scores
+        known = [place for place, score in enumerate(scores) if score.total is not None]
+        rewards = await self._pool.watch(group.prompt, [group.samples[place] for place in known])
+        for place, found in zip(known, rewards, strict=True):
+            scores[place] = replace(scores[place], metrics={**scores[place].metrics, **found})
+        return scores
 
 
 def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:

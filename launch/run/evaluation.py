@@ -14,6 +14,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.recorder import OnlineRecorder
+from areal_lite.record.reward_watch import WATCHED, Alarm, alarm, by_verifier
 from areal_lite.types import GIVEN, Prompt, Sample, means
 from areal_lite.verify.protocol import Reply
 
@@ -41,6 +42,8 @@ class Evaluations:
         self._step, self._start = 0, 0.0
         self._parts: dict[str, list[Prompt]] = {}
         self._pairs: list[tuple[Prompt, Sample | None]] | None = None
+        self.alarm: Alarm | None = None
+        """The first one of `reward_watch` since the start."""
 
     def __bool__(self) -> bool:
         """Whether one is in progress."""
@@ -106,10 +109,15 @@ class Evaluations:
         result = self._result(self._pairs, replies)
         self.end()
         if result["problems"]:
-            figures = {name: result[name] for name in ("by_source", "called", "parts", "metrics")}
+            kept = ("by_source", "called", "parts", "metrics", "rewards", "watched")
+            figures = {name: result[name] for name in kept}
             self._recorder.evaluation(self._step, result["accuracy"], **figures)
             self._lane.emit("eval", start=self._start, **result)
         self._view.print(in_words(result), style="" if result["problems"] else "red")
+        if self.alarm is None and (found := alarm(self._recorder.evaluations)) is not None:
+            self.alarm = found
+            self._view.print(str(found), style="yellow")
+            self._lane.emit("warning", text=str(found), **found._asdict())
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
         """Call one verifier worker for all completions; failed episodes have none (see the workers' logs)."""
@@ -125,6 +133,9 @@ class Evaluations:
             if (reward := reply.total) is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(reward)
         rewards = [reward for part in by_source.values() for reward in part]
+        ids = [prompt.prompt_id for prompt, _ in pairs]
+        watched = by_verifier(dict(zip(ids, (reply.metrics for reply in replies), strict=True)))
+        of_watched = {f"{WATCHED}{name}": list(values.values()) for name, values in watched.items()}
         return {
             "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
@@ -136,11 +147,12 @@ class Evaluations:
             "metrics": means(reply.metrics for reply in replies),
             "standard_errors": {
                 name: statistics.pstdev(part) / math.sqrt(len(part))
-                for name, part in {**by_source, "accuracy": rewards}.items()
+                for name, part in {**by_source, "accuracy": rewards, **of_watched}.items()
                 if part
             },
             "problems": len(rewards),
-            "rewards": {prompt.prompt_id: reply.total for (prompt, _), reply in zip(pairs, replies, strict=True)},
+            "rewards": {row: reply.total for row, reply in zip(ids, replies, strict=True)},
+            "watched": watched,
             "left_out": len(self._prompts) - len(pairs),
             "failures": len(replies) - len(rewards),
             "versions": sorted(

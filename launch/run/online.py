@@ -267,6 +267,8 @@ class OnlineController(Controller):
             )
         self._collector.collect()
         self._evaluations.poll()
+        if self._config.reward_watch.stop and self._evaluations.alarm and self._version < self._config.run.steps:
+            self._interrupts.request_stop("reward_watch")
 
     def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
         self._collector.collect(force=True)

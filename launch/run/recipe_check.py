@@ -150,13 +150,20 @@ def _load_prompts(config: Config, tokenizer: Tokenizer, reach: Reach) -> Loaded:
     check_argument_names(config, chain.from_iterable(prompts.values()))
     if reach >= Reach.MACHINE:  # elsewhere a verifier may find what is missing here
         check_first_calls(config, chain.from_iterable(prompts.values()))
-    return Loaded(config=config, prompts=prompts, held_out=load_source(config, tokenizer, "eval"))
+    held_out = load_source(config, tokenizer, "eval")
+    if config.reward_watch.verifiers and not held_out:
+        raise ConfigError(
+            "reward_watch compares rewards of held-out rows: expected some, got none. Fix: set data.eval_path, or "
+            "remove reward_watch"
+        )
+    return Loaded(config=config, prompts=prompts, held_out=held_out)
 
 
 def check_argument_names(config: Config, prompts: Iterable[Prompt]) -> None:
     """A verifier gets the recipe's arguments and a row's columns: a `ConfigError` where two have the same name."""
     columns = {"prompt", "completion", "answer", "messages"}.union(*(prompt.row for prompt in prompts))
     named = {f"verifier.named.{name}": settings for name, settings in config.verifier.named.items()}
+    named |= {f"reward_watch.verifiers.{name}": one for name, one in config.reward_watch.verifiers.items()}
     for key, settings in {"verifier": config.verifier, **named}.items():
         if clash := settings.arguments.keys() & columns:
             raise ConfigError(

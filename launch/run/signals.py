@@ -51,6 +51,7 @@ class Interrupts:
         """Signal of a batch system, or another reason to save in little time; empty if there is none."""
         self._save_deadline_s, self._ends_at = save_deadline_s, 0.0
         self._is_asked = self._is_announced = False
+        self._why = ""
         self._presses = 0
         self._at_once = True
         self._before: dict[signal.Signals, Any] = {}
@@ -61,7 +62,7 @@ class Interrupts:
     @property
     def why(self) -> str:
         """What requested the stop; empty if nothing did."""
-        return self.notice or ("Ctrl-C" if self._presses else "on_step" if self._is_asked else "")
+        return self.notice or ("Ctrl-C" if self._presses else self._why)
 
     def is_unannounced(self) -> bool:
         """Whether a stop was requested since the last call."""
@@ -72,9 +73,9 @@ class Interrupts:
         """Whether the deadline of a notice has passed."""
         return bool(self.notice) and time.monotonic() > self._ends_at
 
-    def request_stop(self) -> None:
+    def request_stop(self, why: str = "on_step") -> None:
         """Request a stop, as one Ctrl-C does."""
-        self._is_asked = True
+        self._is_asked, self._why = True, self._why or why
 
     def give_notice(self, why: str) -> None:
         """Request a stop within the deadline for saving."""

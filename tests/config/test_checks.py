@@ -28,6 +28,11 @@ FAULTS = {
         [*OWN[:1], "verifier.function=mine.py:verify"],
         "the verifier {here}/mine.py:verify",
     ),
+    "watch without held-out rows": (
+        "train",
+        [*OWN, "data.path=good.jsonl", "run.eval_every=5", "reward_watch.verifiers={t: {function: exact}}"],
+        "reward_watch compares rewards of held-out rows: expected some, got none",
+    ),
     "own loss": (
         "train",
         [*OWN[:1], "objective.preset=dapo", "objective.loss_function=mine.py:loss"],

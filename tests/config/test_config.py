@@ -205,6 +205,23 @@ COMBINATIONS = [
     ),
     ({"data": {"source": "jsonl"}}, ["data.source=jsonl", "data.path", "give the path of a JSONL file"]),
     ({"data": {"path": "x.jsonl"}}, ["data.path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
+    (
+        {"run": {"eval_every": 5}, "reward_watch": {"verifiers": {"truth": {"function": "mth"}}}},
+        ["reward_watch.verifiers.truth.function: ", "did you mean math"],
+    ),
+    ({"reward_watch": {"stop": True}}, ["reward_watch.stop=True is not read without reward_watch.verifiers"]),
+    (
+        {
+            "run": {"eval_every": 5},
+            "reward_watch": {"verifiers": {"t": {"function": "math"}}},
+            "verifier": {"eval_function": "exact"},
+        },
+        ["verifier.eval_function must be null with reward_watch", "got exact: name it in reward_watch.verifiers"],
+    ),
+    (
+        {"reward_watch": {"verifiers": {"t": {"function": "math"}}}},
+        ["run.eval_every must be above 0 with reward_watch", "got 0: set it"],
+    ),
     ({"data": {"eval_path": "x.jsonl"}}, ["data.eval_path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
     (
         {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},

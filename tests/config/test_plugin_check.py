@@ -45,6 +45,9 @@ def test_what_is_missing_is_named_with_its_remedy(file: str) -> None:
     assert "there is no file" in no_file
     assert nowhere.startswith("verifier.named.mine.function: ")
     assert "No module named 'nowhere'" in nowhere
+    watched = {"verifiers": {"truth": {"function": "no_such.py:verify"}}}
+    (problem,) = problems(run={"eval_every": 5}, reward_watch=watched)
+    assert problem.startswith("reward_watch.verifiers.truth.function: ")
     (problem,) = problems(rollout={"workflows": {"game": {"function": f"{file}:play"}}})
     assert problem.startswith("rollout.workflows.game.function: ")
 

@@ -3,7 +3,9 @@
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import ray
 from online_runs import COUNTS, STATS, OnlineRun
 
 from areal_lite.errors import EngineError, FruitlessError, HandoverError, StallError
+from areal_lite.launch.run.controller import Interrupted
+from areal_lite.verify.protocol import Reply
 
 Start = Callable[..., OnlineRun]
 ENGINE, RANK, QUEUE = "rollout/0", "trainer/0", "queue"
@@ -107,6 +111,36 @@ def test_too_little_to_train_on_or_to_learn_from_is_a_warning_each(start: Start)
     assert "of quarter 1 of the samples" in first
     assert second.startswith("step 10: nothing to learn from")
     assert run.output.getvalue().count("nothing to learn from") == 1
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_gamed_reward_is_warned_of_once_and_ends_the_run_where_asked_to(start: Start, stop: bool) -> None:
+    """Trained rewards rise with each evaluation, watched ones fall: the third says so, and the step after it is saved.
+
+    Seen failing with a run that went on, and with a warning at each evaluation.
+    """
+    held_out = [SimpleNamespace(prompt_id=f"eval/0/{row}") for row in range(4)]
+    watch = {"verifiers": {"truth": {"function": "exact"}}, "stop": stop}
+    run = start(steps=20, eval_every=1, held_out=held_out, reward_watch=watch)
+    evaluations = itertools.count()
+
+    def score(prompts: list[Any], _: list[Any]) -> list[Reply]:
+        number = next(evaluations)
+        return [Reply(float(number), metrics={"watch/truth": -float(number)}) for _ in prompts]
+
+    run.answers |= {"evaluate": lambda prompts: [None] * len(prompts), "score": score}
+    with pytest.raises(Interrupted) if stop else nullcontext():
+        run.run()
+    found, rows = summary(run), run.rows
+    ends = ("interrupted", "reward_watch") if stop else ("done", None)
+    assert (found["status"], found["stopped_by"]) == ends
+    assert (len(rows) < 20) == stop
+    assert (run.folder.checkpoints / f"step-{len(rows):06d}").is_dir()
+    (warning,) = found["warnings"]
+    step = sorted(map(int, found["eval"]))[2]
+    assert warning.startswith(f"step {step}: the policy may be gaming its reward: since step 0, ")
+    assert run.output.getvalue().count("may be gaming") == 1
+    assert [row["eval_watched"] for row in rows if "eval_watched" in row][:2] == [{"truth": 0.0}, {"truth": -1.0}]
 
 
 @pytest.mark.parametrize("doing", ["", "in step step-8 since 31 s (wait)"])

@@ -106,16 +106,25 @@ class Actors:
 class OnlineRun(Actors):
     """Five steps with an engine, a verifier and a rank, whose queue always has a batch."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        held_out: list[Any] | None = None,
+        reward_watch: dict[str, Any] | None = None,
+        **run: Any,
+    ) -> None:
         super().__init__(monkeypatch, controller_module)
         settings = {"dir": str(folder / "run"), "steps": 5, "checkpoint_every": 0, "eval_every": 0, "report": False}
-        config = parse_config({"run": settings | run, "weights": {"parity_every": 0}})
+        sections = {"weights": {"parity_every": 0}, "reward_watch": reward_watch or {}}
+        config = parse_config({"run": settings | run, **sections})
         monkeypatch.setattr(watchdog.Watchdog.__init__, "__kwdefaults__", {"clock": self.clock})
         self.output, self.folder, places = io.StringIO(), new_run_folder(config), self.places(config)
         self.actors = places.actors
         view = View(config, console=Console(file=self.output))
         self.controller = OnlineController(
-            prompts={}, eval_prompts=[], folder=self.folder, places=places, model_folder=folder, view=view
+            prompts={}, eval_prompts=held_out or [], folder=self.folder, places=places, model_folder=folder, view=view
         )
 
     def run(self, on_step: Callable[[Any], Any] | None = None) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The verifiers of a recipe: which of them scores a row, how several add up, and that each has its own pool."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from ledger_builders import make_sample
 
 from areal_lite.config.data import DataConfig
 from areal_lite.config.recipe import parse_config
-from areal_lite.config.verifier import VerifierConfig
+from areal_lite.config.verifier import RewardWatchConfig, VerifierConfig
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
@@ -49,9 +51,10 @@ def make_prompt(**row):
     return Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="7", row=row)
 
 
-def with_set(scenario, **options):
+def with_set(scenario, *, watch=None, **options):
     async def run():
-        verifiers = VerifierSet(VerifierConfig(**{"timeout_s": 20.0, **options}))
+        watched = RewardWatchConfig(**(watch or {}))
+        verifiers = VerifierSet(VerifierConfig(**{"timeout_s": 20.0, **options}), watch=watched)
         async with asyncio.timeout(PATIENCE_S):
             try:
                 await verifiers.start()
@@ -172,6 +175,29 @@ def test_a_stuck_verifier_holds_up_nobody_elses_calls(file):
     assert (gauges["calls"], gauges["busy"]) == (160, 1)
     assert gauges["verifiers"]["exact"]["calls"] == 160
     assert gauges["verifiers"]["stuck"]["waiting"] == 3
+
+
+def test_watched_rewards_are_metrics_of_held_out_replies_and_of_a_share_of_the_groups(file):
+    """Two of them, one of which fails at "bad"; the share is of 4,000 groups, and always the same ones.
+
+    Seen failing with a failure as a 0, and with all groups.
+    """
+
+    async def scenario(verifiers):
+        replies = await asyncio.gather(
+            *(verifiers.judge(make_prompt(), replace(make_sample(), text=text)) for text in ("7", "bad"))
+        )
+        chosen = {f"train/0/{number}#1" for number in range(4000) if verifiers.is_watched(f"train/0/{number}#1")}
+        return replies, chosen, verifiers.gauges()["verifiers"]
+
+    watched = {"truth": {"function": "exact"}, "other": {"function": f"{file}:parts", "arguments": {"tag": "u"}}}
+    options = {"function": f"{file}:constant", "arguments": {"value": 0.25}}
+    replies, chosen, gauges = with_set(scenario, watch={"verifiers": watched, "share": 0.25}, **options)
+    assert [reply.reward for reply in replies] == [0.25, 0.25]
+    assert [reply.metrics for reply in replies] == [{"watch/truth": 1.0, "watch/other": 1.5}, {"watch/truth": 0.0}]
+    assert 900 < len(chosen) < 1100
+    assert gauges["watch/other"]["failures"] == {"exception:KeyError": 1}
+    assert with_set(scenario, function="exact")[1] == set()
 
 
 def test_a_verifier_that_a_source_chooses_starts_with_the_others():

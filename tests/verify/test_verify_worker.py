@@ -39,6 +39,12 @@ class FakePool:
         self.calls += len(completions)
         return [Reply(float(text == "#2")) for text in completions]
 
+    def is_watched(self, group_id: str) -> bool:
+        return group_id.endswith("1")
+
+    async def watch(self, prompt: Any, samples: Sequence[Sample]) -> list[dict[str, float]]:
+        return [{"watch/length": float(sample.num_tokens)} for sample in samples]
+
     def gauges(self) -> dict[str, Any]:
         return {"calls": self.calls}
 
@@ -58,6 +64,23 @@ async def test_a_sample_that_has_a_score_keeps_it() -> None:
     assert client.completed == {"lease-0": [own, Score(reward=0.0), lost]}
     assert worker.gauges()["calls"] == 1
     assert {event["kind"] for event in events.drain()} == {"verify"}
+
+
+@in_loop
+async def test_a_watched_group_has_further_metrics_and_the_same_rewards() -> None:
+    """The second group is watched, but not its lost sample. Seen failing with the watched reward as a reward's part."""
+    groups = [[RIGHT, WRONG], [RIGHT, RIGHT.scored(Score(failure="workflow:ValueError"))]]
+    leases = [generated(number, *samples) for number, samples in enumerate(groups)]
+    leases = [replace(one, group=replace(one.group, group_id=f"g{at}")) for at, one in enumerate(leases)]
+    client = FakeQueue(leases)
+    worker, events = make_worker(client, FakePool())
+    await serve_until(worker, client, lambda queue: len(queue.completed) == 2)
+    length = float(RIGHT.num_tokens)
+    watched = Score(reward=1.0, metrics={"watch/length": length})
+    assert client.completed["lease-0"] == [Score(reward=1.0), Score(reward=0.0)]
+    assert client.completed["lease-1"] == [watched, Score(failure="workflow:ValueError")]
+    found = {event["group_id"]: event.get("watched") for event in events.drain()}
+    assert found == {"g0": None, "g1": {"length": {"0": length}}}
 
 
 @in_loop

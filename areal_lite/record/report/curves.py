@@ -17,7 +17,7 @@ STEPS = "trainer step"
 """The axis that the page can switch."""
 
 
-def _line(run: RunFiles, key: str, *, name: str = "", within: str = "") -> Line:
+def of_steps(run: RunFiles, key: str, *, name: str = "", within: str = "") -> Line:
     """Return one figure of every step: a key of its row, or of a mapping `within` it."""
     values = [number((table(row.get(within)) if within else row).get(key)) for row in run.metrics]
     return Line(name=name or key, x=[number(row.get("step")) for row in run.metrics], y=values, run=run.name)
@@ -29,7 +29,7 @@ def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     note = "faint: each step; bold: moving average of ten steps" if len(curves) > len(runs) else ""
     yield lines("training reward", curves, x=STEPS, y="mean of the batch", note=note)
     for figure in ("accuracy", "loss", "margin"):
-        curves = [_evaluated(run, figure, name=run.name) for run in runs]
+        curves = [evaluated(run, figure, name=run.name) for run in runs]
         called = {run.accuracy_is_called for run in runs} if figure == "accuracy" else {figure}
         title = called.pop() if len(called) == 1 else "mean reward"
         yield lines(f"held-out {title}", curves, x=STEPS, y=title)
@@ -41,7 +41,7 @@ def by_source(run: RunFiles) -> Iterator[Chart | None]:
     rewards, title = _parts(run, "reward_by_source"), f"held-out {run.accuracy_is_called} by source"
     if max(len(rewards), len(sources)) > 1:
         yield lines("reward by source", rewards, x=STEPS, y="mean of the batch")
-        curves = [_evaluated(run, name, within="by_source") for name in sources]
+        curves = [evaluated(run, name, within="by_source") for name in sources]
         yield lines(title, curves, x=STEPS, y=run.accuracy_is_called)
     parts = {"reward_parts": "parts of the reward", "verifier_metrics": "further figures of the verifiers"}
     for key, title in parts.items():
@@ -116,7 +116,7 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 def step_times(run: RunFiles) -> Chart | None:
     """Draw where the time of a trainer step went; `other` is what is left of the time since the step before."""
     parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
-    spent = [_line(run, key, name=name) for key, name in parts.items()]
+    spent = [of_steps(run, key, name=name) for key, name in parts.items()]
     other, cut = list[float | None](), steps_before_gaps(run.events)
     for before, row in pairwise([{}, *run.metrics]):
         ends = [number(one.get("time_s")) for one in (before, row)]
@@ -129,10 +129,10 @@ def step_times(run: RunFiles) -> Chart | None:
 
 
 def _named(runs: Sequence[RunFiles], key: str) -> list[Line]:
-    return [_line(run, key, name=run.name) for run in runs]
+    return [of_steps(run, key, name=run.name) for run in runs]
 
 
-def _evaluated(run: RunFiles, figure: str, *, name: str = "", within: str = "") -> Line:
+def evaluated(run: RunFiles, figure: str, *, name: str = "", within: str = "") -> Line:
     """Return a held-out figure with bars: of its change since the first point, in pairs, where each row is known."""
     found = run.evaluations
     values = [number((table(row.get(within)) if within else row).get(figure)) for row in found]
@@ -157,4 +157,4 @@ def paired_change(before: Row, after: Row) -> Paired | None:
 
 def _parts(run: RunFiles, within: str, *, prefix: str = "") -> list[Line]:
     names = sorted({name for row in run.metrics for name in table(row.get(within))})
-    return [_line(run, name, name=f"{prefix}{name}", within=within) for name in names]
+    return [of_steps(run, name, name=f"{prefix}{name}", within=within) for name in names]

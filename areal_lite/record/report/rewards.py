@@ -14,6 +14,7 @@ from areal_lite.record.intervals import pass_at_k
 from areal_lite.record.report.charts import Chart, Line, as_shares, lines, stacked
 from areal_lite.record.report.curves import STEPS
 from areal_lite.record.report.read import RunFiles
+from areal_lite.record.run_files import numbers, table
 
 _WINDOW = 10
 """Steps that a point covers: its own and those before it."""
@@ -24,35 +25,48 @@ Rewards = Sequence[float]
 """[G] of a group, failed verifications left out."""
 
 
-def groups_by_step(run: RunFiles) -> dict[int, list[Rewards]]:
-    """Return the scored groups by the trainer steps that were complete when they were scored."""
+def groups_by_step(run: RunFiles, *, watched: str = "") -> dict[int, list[Rewards]]:
+    """Return the scored groups by the trainer steps that were complete when they were scored.
+
+    Args:
+        watched: A verifier of `reward_watch`, in place of the trained reward.
+    """
     published = sorted(event["time"] for event in run.events if event["kind"] == "published")
     first = next((row["step"] for row in run.metrics), 1)
     found = dict[int, list[Rewards]]()
     for event in run.events:
-        rewards = [one for one in event.get("rewards") or () if one is not None] if event["kind"] == "verify" else []
+        if event["kind"] != "verify":
+            continue
+        rewards = [one for one in event.get("rewards") or () if one is not None]
+        if watched:
+            rewards = list(numbers(table(event.get("watched")).get(watched)).values())
         if rewards:
             found.setdefault(first - 1 + bisect.bisect(published, event["end"]), []).append(rewards)
     return dict(sorted(found.items()))
 
 
+def windows(by_step: dict[int, list[Rewards]]) -> dict[int, list[Rewards]]:
+    """Return, for each step, the groups of ten steps."""
+    return {
+        step: [group for at in range(step - _WINDOW + 1, step + 1) for group in by_step.get(at, ())] for step in by_step
+    }
+
+
 def reward_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Draw what the samples of ten steps earned, how far the samples of a group differ, and pass@k."""
     by_step = groups_by_step(run)
-    windows = {
-        step: [group for at in range(step - _WINDOW + 1, step + 1) for group in by_step.get(at, ())] for step in by_step
-    }
+    recent = windows(by_step)
     steps, note = list(by_step), f"each point: all groups scored in {_WINDOW} steps, also those that no batch trained"
-    shares = {step: as_shares(_counts(windows[step], _edges(by_step))) for step in steps}
+    shares = {step: as_shares(_counts(recent[step], _edges(by_step))) for step in steps}
     names = sorted({name for share in shares.values() for name in share}, key=lambda name: float(name.split()[0]))
     bands = [Line(name=name, x=steps, y=[shares[step].get(name, 0.0) for step in steps]) for name in names]
     yield stacked("distribution of rewards", bands, x=STEPS, y="share of samples", note=note, range=[0, 1])
-    differ = [fmean(len(set(group)) > 1 for group in windows[step]) for step in steps]
-    spread = [fmean(map(pstdev, windows[step])) for step in steps]
+    differ = [fmean(len(set(group)) > 1 for group in recent[step]) for step in steps]
+    spread = [fmean(map(pstdev, recent[step])) for step in steps]
     curves = [Line(name="groups whose rewards differ", x=steps, y=differ)]
     curves.append(Line(name="standard deviation within a group", x=steps, y=spread))
     yield lines("spread within groups", curves, x=STEPS, y="share, reward", rangemode="tozero", note=note)
-    yield _pass_chart(windows)
+    yield pass_chart(recent)
 
 
 def _edges(by_step: dict[int, list[Rewards]]) -> Sequence[float]:
@@ -69,8 +83,9 @@ def _counts(groups: Sequence[Rewards], edges: Sequence[float]) -> Counter[str]:
     return Counter({f"{edges[at]:.3g} to {edges[at + 1]:.3g}": int(count) for at, count in enumerate(counts)})
 
 
-def _pass_chart(windows: dict[int, list[Rewards]]) -> Chart | None:
-    right = {step: [(len(group), sum(one >= 1 for one in group)) for group in windows[step]] for step in windows}
+def pass_chart(recent: dict[int, list[Rewards]], *, title: str = "pass@k") -> Chart | None:
+    """Draw pass@k of the groups of each step; None where no sample earned 1."""
+    right = {step: [(len(group), sum(one >= 1 for one in group)) for group in recent[step]] for step in recent}
     most = max((size for found in right.values() for size, _ in found), default=0)
     if not any(count for found in right.values() for _, count in found):
         return None
@@ -80,4 +95,4 @@ def _pass_chart(windows: dict[int, list[Rewards]]) -> Chart | None:
         known = {step: fmean(pass_at_k(*pair, k) for pair in found) for step, found in pairs.items() if found}
         curves.append(Line(name=f"pass@{k}", x=list(known), y=list(known.values())))
     note = "chance that one of k samples of a prompt earns at least 1, unbiased from its group"
-    return lines("pass@k", curves, x=STEPS, y="share of prompts", range=[0, 1], note=note)
+    return lines(title, curves, x=STEPS, y="share of prompts", range=[0, 1], note=note)

@@ -10,6 +10,7 @@ from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_b
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.rewards import reward_charts
 from areal_lite.record.report.timeline import timeline
+from areal_lite.record.report.watched import watch_charts
 from areal_lite.record.run_files import Row, number, numbers, table
 from areal_lite.record.run_folder import changed, differences, flattened
 
@@ -26,6 +27,7 @@ def run_sections(run: RunFiles) -> Iterator[Section]:
     cards, notes = Block("answers", answers(run, means)), Block("notes", run.notes + warnings)
     yield Section("Overview", [cards, charts_block(first, small=True), notes])
     yield Section("Learning", [charts_block([*reward_charts(run), *curves.by_source(run)], small=True)])
+    yield Section("Reward watch", [charts_block(watch_charts(run), small=True)])
     if run.command == "train":
         yield Section("Timeline", [Block("timeline", timeline(run.events))])
         stride = -(-len(run.samples) // _MAX_GROUPS)
