@@ -1,6 +1,7 @@
 """The page of the report without a browser: what stands in it, and that nothing a model writes can break it."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from typing import Any
 
 import plotly.graph_objects as graph_objects
 import pytest
-from report_builders import HOSTILE, make_offline_run, make_run
+from report_builders import HOSTILE, make_offline_run, make_run, write_rows
 
 from areal_lite.launch.commands.main import main
 from areal_lite.record.report import write_bench, write_comparison, write_report
+
+
+EVENTS_AND_METRICS = ("events.jsonl", "metrics.jsonl")
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -74,6 +78,29 @@ def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
         "Summary",
     ]
     assert bench == ["Overview", "Modes", "Runs", "All results"]
+
+
+@pytest.mark.parametrize("kl", [None, 0.02])
+def test_a_watched_run_is_drawn_against_its_kl_or_else_over_steps(tmp_path: Path, kl: float | None) -> None:
+    """0.02 nats a token over 21 tokens in the first step. Seen failing with the KL of a token, and without the note."""
+    run = make_run(tmp_path / "run")
+    rows = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in EVENTS_AND_METRICS}
+    for event in rows["events.jsonl"]:
+        watched = {"eval": {"a": 1.0, "b": 0.0}, "verify": {"0": 1.0, "1": 0.0}}.get(event["kind"])
+        event |= {"watched": {"truth": watched}, "metrics": {"watch/truth": 0.5}} if watched else {}
+    for row in rows["metrics.jsonl"]:
+        row |= {"kl_ref": kl, "verifier_metrics": {"watch/truth": 0.5}}
+    for name, content in rows.items():
+        write_rows(run / name, content)
+    page = write_report(run)
+    assert "Reward watch" in headings(page)
+    charts = [one for one in data_of(page)["charts"] if one["layout"]["xaxis"]["title"]["text"].startswith("root of a")]
+    assert len(charts) == (0 if kl is None else 7)
+    assert ("no KL to the reference was measured" in page.read_text()) == (kl is None)
+    if kl:
+        (pass_at_1, _) = charts[-1]["data"]
+        assert (pass_at_1["x"][0], pass_at_1["y"][0]) == (pytest.approx(math.sqrt(0.02 * 21)), 0.5)
+        assert charts[1]["data"][0]["x"] == [0.0, pytest.approx(math.sqrt(0.02 * 20))]
 
 
 def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp_path: Path) -> None:
