@@ -16,7 +16,6 @@ from report_builders import HOSTILE, make_offline_run, make_run, write_rows
 from areal_lite.launch.commands.main import main
 from areal_lite.record.report import write_bench, write_comparison, write_report
 
-
 EVENTS_AND_METRICS = ("events.jsonl", "metrics.jsonl")
 
 
