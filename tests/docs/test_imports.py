@@ -1,6 +1,8 @@
 """The import graph as it is: links resolved to one name per file, imports inside functions counted too."""
 
 import ast
+import doctest
+import importlib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -108,3 +110,8 @@ def test_heavy_packages_are_imported_at_home_only():
         if not module.startswith(HEAVY[name])
     ]
     assert strays == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name, path in modules().items() if ">>> " in path.read_text()))
+def test_the_examples_of_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

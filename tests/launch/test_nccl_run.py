@@ -16,12 +16,9 @@ from loop_builders import loop_config
 from nccl_stand_in import StandInRolloutActor, StandInTrainerActor, ask_for
 from ray import cloudpickle
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from train_builders import save_tiny_model
 
-from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import Config
-from areal_lite.errors import HandoverError
 from areal_lite.launch.run import cluster, online
 from areal_lite.launch.run.train import train
 from areal_lite.record.run_folder import RunFolder
@@ -81,30 +78,3 @@ def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
     assert lost.keys() == {"rollout/1", "rollout/2"}
     assert lost["rollout/1"].startswith("update_weights: EngineError: the engine-core process died")
     assert lost["rollout/2"].startswith("it must finish update_weights within weights.timeout_s=15 s")
-
-
-class DeafRolloutActor(RolloutActor):
-    """Starts from other weights than the trainer, in one family, and never loads what it is sent."""
-
-    def __init__(self, *args: Any, model_folder: str, **kwargs: Any) -> None:
-        super().__init__(*args, model_folder=f"{model_folder}-other", **kwargs)
-
-    async def finish_weight_update(self) -> None:
-        pass
-
-
-def test_an_engine_with_other_weights_stops_the_run_at_the_first_publication(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The family is named by what the real engine holds, packed. Seen running to its end, with nothing but a figure in
-    a file, without the limit."""
-    weights = Path(save_tiny_model(tmp_path / "model-other", max_context=128)) / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["model.layers.1.mlp.up_proj.weight"] *= -5
-    save_file(tensors, weights, metadata={"format": "pt"})
-    monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=DeafRolloutActor))
-    config = loop_config(tmp_path, run={"steps": 3, "dir": str(tmp_path / "run")})
-    said = r"at version 0 .* of rollout/0 are off .*parity_limit=0\.003.* in mlp\.gate_up_proj\.weight \(layer 1\)"
-    with pytest.raises(HandoverError, match=said):
-        train(config, recipe_name="test", console=Console(file=io.StringIO()))
-    assert RunFolder(tmp_path / "run").read("metrics.jsonl") == []

@@ -32,12 +32,13 @@ def service_with(num_outstanding: int) -> QueueService:
     max_staleness = num_outstanding // 4 + 50
     settings = make_settings(max_staleness=max_staleness, on_stale="wait", groups_per_step=4, samples_per_group=1,
                              total_steps=10**6)  # fmt: skip
-    clock = FakeClock()
-    ledger = Ledger(settings, clock=clock)
-    service = QueueService(ledger, ShortCursor(), num_minibatches=1, num_ranks=1, seed=0, clock=clock)
+    ledger, cursor, clock = Ledger(settings), ShortCursor(), FakeClock()
+    ledger.admit(cursor.next().prompt_id)
+    ledger.complete_rollout(ledger.lease_rollout("", limit=1)[0].lease_id, SAMPLES)
+    ledger = Ledger.restore(settings, ledger.state() | {"version": max_staleness}, clock=clock)
+    service = QueueService(ledger, cursor, num_minibatches=1, num_ranks=1, seed=0, clock=clock)
     service.open_admission()
-    service.lease_rollout(worker="straggler", limit=1, wait_s=0.0)
-    ledger._version = max_staleness
+    service.lease_verify(worker="straggler", limit=1, wait_s=0.0)
     for place in range(num_outstanding):
         (lease,) = service.lease_rollout(worker=f"rollout/{place % NUM_WORKERS}", limit=1, wait_s=0.0)
         if place % 3:

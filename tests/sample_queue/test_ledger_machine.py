@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_builders import FakeClock, make_samples, make_scores, make_settings, return_batch
+from ledger_builders import FakeClock, make_samples, make_scores, make_settings
 
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, Ledger
@@ -93,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
     `STATE_BEFORE` of a taken group set to `generated`; ready groups taken in order of arrival; `may_take` that always
     agrees; the version not moved for a group generated again; `state()` that forgets ended groups; a mask one step too
     generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`; a
-    lease that is undone counted as a lost worker.
+    lease that is undone counted as a lost worker; `max_ahead` ignored, and taken for the bound under `wait`.
     """
 
     on_stale = "mask"
@@ -104,6 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
         total_steps=st.sampled_from([1000, 1000, 1000, 5]),
         reject=st.sampled_from(["none", "zero_variance"]),
         max_attempts=st.integers(1, 3),
+        fewer_ahead=st.sampled_from([0, 0, 1]),
         stragglers=st.integers(0, 2),
         steps=st.integers(0, 4),
     )
@@ -114,11 +115,14 @@ class LedgerMachine(RuleBasedStateMachine):
         total_steps: int,
         reject: Any,
         max_attempts: int,
+        fewer_ahead: int,
         stragglers: int,
         steps: int,
     ) -> None:
+        self.ahead = max(0, eta - fewer_ahead)
         self.settings = make_settings(
             max_staleness=eta,
+            max_ahead=self.ahead if fewer_ahead else None,
             on_stale=self.on_stale,
             groups_per_step=groups_per_step,
             samples_per_group=SAMPLES,
@@ -145,7 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def limit(self) -> int:
         """Groups that admission permits."""
         left = self.settings.total_steps - self.model.version
-        return max(0, min(self.settings.max_staleness + 1, left)) * self.settings.groups_per_step
+        return max(0, min(self.ahead + 1, left)) * self.settings.groups_per_step
 
     def in_state(self, state: str) -> list[str]:
         """Group ids in the order of admission."""
@@ -377,24 +381,15 @@ class LedgerMachine(RuleBasedStateMachine):
             mask = trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=eta)
             assert mask.tolist() == [version - token <= eta for token in tokens]
 
-    @rule(action=st.sampled_from(["repeat", "lose", "publish", "publish twice"]))
+    @rule(action=st.sampled_from(["repeat", "publish", "publish twice"]))
     def train(self, action: str) -> None:
         """The trainer's next request."""
         if self.batch is None:
             self.take()
         elif action == "repeat":
             assert self.ledger.take(self.batch.batch_id) is self.batch
-        elif action == "lose":
-            self.lose_trainer()
         else:
             self.publish(repeat=action == "publish twice")
-
-    def lose_trainer(self) -> None:
-        assert self.batch is not None
-        return_batch(self.ledger)
-        self.batch = None
-        for name in self.in_state("taken"):
-            self.model.groups[name].state = "ready"
 
     def publish(self, *, repeat: bool) -> None:
         assert self.batch is not None

@@ -1,6 +1,5 @@
 """The staleness bound as arithmetic."""
 
-import doctest
 import itertools
 
 import numpy as np
@@ -10,12 +9,6 @@ from hypothesis import strategies as st
 
 from areal_lite.sample_queue import staleness
 from areal_lite.types import VersionSpan
-
-
-def test_docstring_examples() -> None:
-    results = doctest.testmod(staleness)
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 @pytest.mark.parametrize(

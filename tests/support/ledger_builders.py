@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.types import Sample, Score, StopReason, VersionSpan
 
@@ -72,13 +71,6 @@ def bring_to_ready(ledger: Ledger, prompt_id: str, *, versions: Sequence[int] | 
     (verify,) = ledger.lease_verify("verifier/0", limit=1)
     assert ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
     return group_id
-
-
-def return_batch(ledger: Ledger) -> None:
-    """Put the taken batch back, as a resume does after the loss of the trainer."""
-    for group in list(ledger._groups.in_state(GroupState.TAKEN)):
-        ledger._groups.move(group, GroupState.READY)
-    ledger._batch = None
 
 
 def do_step(ledger: Ledger) -> None:

@@ -14,9 +14,6 @@ from preset_builders import make_trainer
 from train_builders import make_config, make_rows, make_shard
 
 from areal_lite.config.recipe import Config
-from areal_lite.train.advantages import batch_advantages
-from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.objective import weigh_tokens
 from areal_lite.types import Row, Sample, Shard
 
 NAN = float("nan")
@@ -56,25 +53,6 @@ def own_logprobs(model_folder: str, rows: Sequence[Row]) -> list[np.ndarray]:
 def is_stale(sample: Sample) -> np.ndarray:
     """Tell which tokens are over the bound of 2, counted from the spans one by one."""
     return np.array([VERSION - s.version > 2 for s in sample.spans for _ in range(s.start, s.end)])
-
-
-# Versions not shifted together with the logprobs: off by one token.
-
-
-def test_the_trainer_scores_the_tokens_that_the_engine_scored(model_folder: str) -> None:
-    """Fresh tokens carry the model's own logprobs, stale ones are 3 nats off: no difference may reach the statistics.
-
-    Seen failing with ages rolled by one token either way, with behaviour logprobs rolled, and with logits one place
-    late.
-    """
-    rows = make_rows(minibatches=1, old_tokens=2)
-    own = own_logprobs(model_folder, rows)
-    rows = with_logprobs(rows, lambda index, s: own[index] - np.where(is_stale(s), 3.0, 0.0))
-    stats, _ = step(model_folder, make_shard(rows), recipe())
-    assert stats["tokens_masked_stale"] == 12
-    assert stats["behav_prox_max_abs_diff_age0"] < 1e-5
-    assert stats["kl_behav_prox"] == pytest.approx(0.0, abs=1e-5)
-    assert stats["behav_weight_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
 # NaN in a masked slot poisoned a mean.
@@ -145,29 +123,3 @@ def test_the_overlong_penalty_is_bounded_and_not_logged_as_reward(model_folder: 
     np.testing.assert_array_equal(shard.rewards, before)
     assert stats["reward_mean"] == pytest.approx(before.mean())
     assert stats["reward_shaped_mean"] == pytest.approx(before.mean() + penalties.mean())
-
-
-# Partial groups corrupting the normalisation.
-
-
-def test_a_partial_group_is_normalised_over_the_samples_it_has() -> None:
-    """A failed sample leaves mean, std and denominator; a group with one scored sample teaches nothing.
-
-    By hand: [1 0 NaN NaN] has mean 1/2 and std sqrt(1/2), so +-sqrt(1/2); [NaN 3 NaN NaN] gives 0; [0 0 0 4] has mean 1
-    and std 2, so -1/2 three times and 3/2. Seen failing with NaN read as reward 0, and with the std over G places.
-    """
-    rewards = np.array([[1, 0, NAN, NAN], [NAN, 3, NAN, NAN], [0, 0, 0, 4]])
-    rows = make_rows(minibatches=1)
-    batch = PolicyBatch.from_shard(make_shard(rows, rewards=rewards), config=recipe(), device=torch.device("cpu"))
-    batch_advantages(batch, config=recipe(), kl_coef=0.0)
-    weigh_tokens(batch, recipe())
-    high = 0.5**0.5
-    expected = [high, -high, 0, 0, 0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5]
-    lengths = [row.sample.num_tokens for row in rows]
-    np.testing.assert_allclose(batch.tokens.advantages_T, np.repeat(expected, lengths), atol=1e-5)
-    scored = ~np.isnan(rewards.ravel())
-    assert torch.equal(batch.tokens.loss_mask_T, torch.tensor(np.repeat(scored, lengths)))
-    # Token mean: the failed samples' tokens are in no denominator.
-    num_scored = int(np.array(lengths)[scored].sum())
-    np.testing.assert_allclose(batch.tokens.weights_T[batch.tokens.loss_mask_T], 1 / num_scored, rtol=1e-6)
-    assert not batch.tokens.weights_T[~batch.tokens.loss_mask_T].any()

@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+from http_server import answering
 from places import FIXTURES
 
 from areal_lite.config.recipe import parse_config
@@ -123,28 +122,12 @@ def test_other_libraries_get_several_answers_as_a_list() -> None:
     assert said.reward == 2.0
 
 
-class RemoteModel(BaseHTTPRequestHandler):
-    """Answers as OpenRLHF's reward model server does: here a point where the query ends with its label."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        rewards = [float(query.endswith(f"{p}{label}")) for query, p, label in zip(*asked.values(), strict=True)]
-        body = json.dumps({"rewards": rewards, "extra_logs": {"share": 0.5, "length": [1, 2]}}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_remote_reward_model_is_asked_as_openrlhf_asks() -> None:
     """Seen failing with completions in the place of queries. One that is not there may be asked again."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), RemoteModel) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/get_reward"
-        said = openrlhf(url=url)(["p", "p"], ["7", "8"], ["7", "7"], [{}, {}])
-        server.shutdown()
+    with answering() as server:
+        server.body = {"rewards": [1.0, 0.0], "extra_logs": {"share": 0.5, "length": [1, 2]}}
+        said = openrlhf(url=server.url)(["p", "p"], ["7", "8"], ["7", "7"], [{}, {}])
+    assert [list(asked.values()) for asked in server.asked] == [[["p7", "p8"], ["p", "p"], ["7", "7"]]]
     assert said == [VerifyResult(1.0, metrics={"length": 1}), VerifyResult(0.0, metrics={"length": 2})]
     with pytest.raises(VerifierUnavailable, match="refused"):
         openrlhf(url="http://127.0.0.1:9")(["p"], ["7"], ["7"], [{}])

@@ -1,83 +1,24 @@
 """The verifier `judge`, against a small server that answers as the test says."""
 
 import asyncio
-import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import openai
 import pytest
-from pool_builders import running_pool
+from http_server import Server, answering
 
 from areal_lite.errors import VerifierError, VerifierUnavailable
-from areal_lite.types import Prompt
 from areal_lite.verify import VerifyResult
 from areal_lite.verify.builtin.judge import judge
 from areal_lite.verify.protocol import Verifier
 
-PATIENCE_S = 120.0
-
-
-class Server(ThreadingHTTPServer):
-    """Answers every request with what the test says, and keeps what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.status, self.reply = 200, "Well done.\nScore: 8"
-        self.body: dict[str, Any] | None = None
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.pause_s = 0.0
-        self.lock = threading.Lock()
-        self.under_way = self.most_under_way = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        server = self.server
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        with server.lock:
-            server.asked.append(json.loads(content))
-            server.keys.append(self.headers["Authorization"])
-            server.under_way += 1
-            server.most_under_way = max(server.most_under_way, server.under_way)
-        time.sleep(server.pause_s)
-        with server.lock:
-            server.under_way -= 1
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": server.reply}}
-        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        data = json.dumps(body if server.body is None else server.body).encode()
-        self.send_response(server.status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        """Say nothing."""
-
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering() as server:
+        yield server
 
 
 def ask(server: Server, completion: str = "It is 4.", **options: Any) -> VerifyResult:
@@ -184,31 +125,3 @@ def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
     with pytest.raises(VerifierError, match=next(iter(arguments))):
         Verifier(judge, {"base_url": "http://127.0.0.1/v1", "model": "m", **arguments})
-
-
-def score_in_pool(completions: list[str], arguments: dict[str, Any], **settings: Any) -> list[Any]:
-    async def run() -> list[Any]:
-        options = {"function": "judge", "arguments": arguments, "timeout_s": 60.0} | settings
-        async with running_pool(within_s=PATIENCE_S, **options) as pool:
-            prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row={})
-            return await pool.score(prompt, completions)
-
-    return asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_the_pool_asks_several_at_once_and_again(server: Server) -> None:
-    """Eight calls in one process; with a broken server each is asked at 0, 0.2 and 0.95 s, and is no reward.
-
-    Seen failing, as one at a time, with `judge` called by a function that is not async.
-    """
-    server.pause_s = 0.2
-    arguments = {"base_url": server.url, "model": "m"}
-    replies = score_in_pool(["c"] * 8, arguments, concurrency=4)
-    assert [reply.reward for reply in replies] == [0.8] * 8
-    assert replies[0].feedback == server.reply
-    assert server.most_under_way == 4
-    server.asked.clear()
-    server.pause_s, server.status = 0.0, 503
-    (reply,) = score_in_pool(["c"], arguments, unavailable_s=0.95)
-    assert (reply.reward, reply.failure, len(server.asked)) == (None, "unavailable", 3)

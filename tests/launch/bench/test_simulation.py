@@ -78,7 +78,9 @@ def test_ages_and_masks_follow_from_the_lengths() -> None:
 
 
 def test_relations_of_any_run() -> None:
-    """More asynchrony, engines or slots never slow a run down; `drop` trains less of long samples than `wait`."""
+    """More asynchrony, engines or slots never slow a run down; `wait` trains the long samples that `drop` loses, and is
+    the slowest. Seen failing with every policy simulated as `drop`.
+    """
     scene = {"sigma": 1.0, "slots": 16, "decode_sample_s": 0.001, "train_s": 1.0}
     speeds = [figures(scene, max_staleness=eta)["samples_per_s"] for eta in (0, 1, 2, 4)]
     assert all(more > 0.97 * less for less, more in pairwise(speeds))  # each run measures steps of its own
@@ -86,12 +88,16 @@ def test_relations_of_any_run() -> None:
     sizes = [figures(scene | change)["samples_per_s"] for change in ({}, {"engines": 2})]
     assert all(more > less for less, more in pairwise(sizes))
     heavy = scene | {"sigma": 1.5}
-    strict, dropped = (figures(heavy, max_staleness=4, on_stale=policy) for policy in ("wait", "drop"))
+    policies = ("mask", "keep", "wait", "drop")
+    mask, keep, strict, dropped = (figures(heavy, max_staleness=4, on_stale=policy) for policy in policies)
     assert strict["masked"] == dropped["masked"] == 0
     longest = "1025-4096"
     assert min(strict["trained_by_length"][longest]) > 0.8
     assert max(dropped["trained_by_length"][longest]) < 0.6
-    assert strict["samples_per_s"] < dropped["samples_per_s"]
+    assert strict["samples_per_s"] < dropped["samples_per_s"] < mask["samples_per_s"]
+    assert mask["samples_per_s"] == pytest.approx(keep["samples_per_s"], rel=0.05)
+    eager, short = (figures(heavy, max_staleness=30, max_ahead=ahead, on_stale="wait") for ahead in (None, 1))
+    assert short["age_max"] < eager["age_max"]
 
 
 def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:

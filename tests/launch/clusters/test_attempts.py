@@ -1,6 +1,5 @@
 """The supervisor with shell scripts in the place of Ray and the run: what it resumes, ends, records and returns."""
 
-import doctest
 import json
 import os
 import re
@@ -30,10 +29,6 @@ from areal_lite.launch.clusters.supervised import Local
 
 LOCAL = ("bash", "-c")
 READY = "echo 'areal-lite address 10.0.0.1'; echo 'Ray runtime started.'"
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(attempts).failed == 0
 
 
 def tried(code: int, step: int = 0) -> Attempt:

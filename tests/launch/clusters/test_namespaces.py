@@ -1,37 +1,17 @@
-"""Nodes on one machine: what each has of its own, what they share, how they fail, and that nothing stays behind.
+"""Nodes on one machine: what each has of its own, what they share, and that nothing stays behind.
 
 Seen failing: without `--mount-proc`, `--uts` (the machine itself is renamed!), a tmpfs on /dev/shm, or the bind of a
-shared folder; without `cut` in `kill`; with a link left down by `restore_link`; with an init that does not wait for its
-input; with a killed node whose link is left to the kernel, so that `boot` finds its name taken.
+shared folder; with an init that does not wait for its input. How nodes fail is shown by `test_nodes.py`.
 """
 
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import psutil
 import pytest
 from namespaces import Node, make_nodes
 from places import SUPPORT
-
-# Listens on its node, accepts one connection, says so, and then says how it ended.
-LISTEN = """
-import socket, sys
-server = socket.create_server(("0.0.0.0", 7000))
-print("listening", flush=True)
-connection, _ = server.accept()
-connection.settimeout(float(sys.argv[1]))
-print("connected", flush=True)
-try:
-    size = 0
-    while data := connection.recv(65536):
-        size += len(data)
-    print(f"closed after {size}", flush=True)
-except TimeoutError:
-    print("silence", flush=True)
-"""
-CONNECT = "import socket, time; s = socket.create_connection(('one', 7000)); time.sleep(60)"
 
 
 def run(node: Node, command: str, **options: object) -> str:
@@ -63,39 +43,6 @@ def test_a_node_has_a_name_processes_and_folders_of_its_own(nodes, tmp_path):
     assert run(one, "cat run; echo too >> run", cwd=tmp_path) == "seen"
     assert (tmp_path / "run").read_text() == "seentoo\n"
     assert run(two, "echo $COLOUR", env={"COLOUR": "blue"}) == "blue"
-
-
-def listening(node: Node, *, timeout_s: float) -> "subprocess.Popen[str]":
-    server = node.popen([sys.executable, "-c", LISTEN, str(timeout_s)], stdout=subprocess.PIPE)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "listening\n"
-    return server
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("how", ["cut", "kill"])
-def test_a_cut_link_or_a_loss_of_power_is_silent(nodes, how):
-    one, two = nodes
-    server = listening(one, timeout_s=2)
-    client = two.popen([sys.executable, "-c", CONNECT])
-    run(two, "touch /dev/shm/of-this-life")
-    assert server.stdout.readline() == "connected\n"
-    getattr(two, how)()
-    assert server.stdout.readline() == "silence\n"
-    server.wait(60)
-    if how == "kill":
-        client.wait(60)
-        assert not two.is_up
-        two.boot()
-        assert run(two, "ls /dev/shm") == "hosts"
-    else:
-        with suppress(ProcessLookupError):
-            os.killpg(client.pid, 9)
-        two.restore_link()
-    server = listening(one, timeout_s=60)
-    reached = "import socket; socket.create_connection(('one', 7000), timeout=60).sendall(b'x')"
-    run(two, f'{sys.executable} -c "{reached}"')
-    assert server.stdout.readline() + server.stdout.readline() == "connected\nclosed after 1\n"
 
 
 HOLD = """

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from places import FIXTURES
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters import remote, slurm
@@ -15,48 +16,7 @@ from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.launch.clusters.slurm import Slurm
 
-FOUR_NODES = """\
-#!/bin/bash
-#SBATCH --job-name=gsm8k
-#SBATCH --chdir='/shared/my work'
-#SBATCH --output='/shared/my work/runs/jobs/gsm8k/log.txt'
-#SBATCH --open-mode=append
-#SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --partition=h200
-#SBATCH --account=rl
-#SBATCH --time=4:00:00
-#SBATCH --signal=B:USR1@600
-#SBATCH --exclusive
-#SBATCH --mem=0
-#SBATCH --requeue
-#SBATCH --constraint=nvlink
-
-source /shared/venv/bin/activate
-[ $? = 0 ] || { echo "ConfigError: enter in the profile must succeed, it failed on $HOSTNAME" >&2; exit 1; }
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${SLURM_RESTART_COUNT:-0} + 1 ))"
-asked=no started=$(date +%s)
-trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
-trap 'asked=${asked/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
-python -m areal_lite.launch.clusters.attempts '/shared/my work/runs/jobs/gsm8k.json' &
-supervisor=$!
-# A signal ends a wait, not the supervisor.
-while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
-wait "$supervisor"; code=$?
-# A preemption may signal the steps alone: the run then saves and ends by itself. A new checkpoint shows that.
-if [ "$asked" != stop ] && [ "$code" = 130 ]; then
-    [ "$asked" = end ] && started=0
-    if [ -n "$(find '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json -newermt "@$started" 2>/dev/null)" ]; then
-        echo "Slurm wants the nodes: back into the queue, to resume from the latest checkpoint"
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "Slurm wanted the nodes before a step was saved: ask for more time (slurm.time in the profile)"
-    fi
-fi
-exit "$code"
-"""
+FOUR_NODES = (FIXTURES / "launch" / "slurm.sbatch").read_text()
 
 
 def script(job: Job) -> str:
