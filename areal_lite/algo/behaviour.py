@@ -3,7 +3,7 @@
 Three policies, three names: tokens were sampled from the *behaviour* policy, the *proximal* policy is the trainer's own
 when the batch was taken, the *current* policy is being optimised. Here `w = pi_proximal / pi_behaviour`.
 
-Shape letters: `T` completion tokens, `B` rows.
+Shape letters: `T` completion tokens, `A` the active ones among them, `B` rows.
 """
 
 from typing import Literal
@@ -83,40 +83,44 @@ def behaviour_weights(
 
 
 @torch.no_grad()
-def m2po_keep(log_ratios_T: Tensor, *, loss_mask_T: Tensor, threshold: float) -> Tensor:
-    """Return which tokens stay when the largest `(log w)^2` are dropped until their mean is small enough.
+def m2po_keep(log_ratios_T: Tensor, *, advantages_T: Tensor, loss_mask_T: Tensor, threshold: float) -> Tensor:
+    """Return which tokens stay when the farthest active ones are dropped until their second moment is small enough.
 
-    `mean of (log w)^2 over the kept tokens <= threshold`, with as many tokens kept as possible. Equal values leave
-    together, so that the order of tokens does not matter.
+    A token is active where its ratio has moved the way its advantage pushes, `r > 1` with `A > 0` or `r < 1` with
+    `A < 0`: only there would a clip act. `mean of (log r)^2 over the active tokens that stay <= threshold`, with as
+    many of them kept as possible; all others stay. Equal values leave together, so that the order does not matter.
 
     Args:
-        log_ratios_T: [T] `log w` in nats.
+        log_ratios_T: [T] `log r`, `r = pi_current / pi_behaviour`, in nats.
+        advantages_T: [T] each token's advantage.
         loss_mask_T: [T] booleans; the other slots have no effect.
         threshold: Largest mean square, > 0.
 
     Returns:
-        [T] booleans, a part of the loss mask; a token whose `log w` is not finite is never kept.
+        [T] booleans, a part of the loss mask; a token whose `log r` is not finite is never kept.
 
     Raises:
         ValueError: The shapes differ, or the mask is not boolean.
 
     Source:
-        M2PO, arXiv 2510.01161. There the ratio is current to behaviour and made anew for each update, and only tokens
-        count whose ratio has moved the way their advantage pushes; here it is proximal to behaviour and every token
-        counts, so that a step's updates share one choice and the ratio to the proximal policy keeps its own clip.
+        M2PO, arXiv 2510.01161; the restriction to active tokens is that of its authors' code, which makes the choice
+        in each micro-batch and caps the squares at the threshold that it looks for instead of dropping them.
 
-    >>> keep = m2po_keep(torch.tensor([0.1, -1.0, 0.3, 0.2]), loss_mask_T=torch.ones(4).bool(), threshold=0.04)
-    >>> keep.tolist()  # (0.01 + 0.04 + 0.09) / 3 = 0.0467 is too much, (0.01 + 0.04) / 2 is not
-    [True, False, False, True]
+    >>> log_ratios, ones = torch.tensor([0.1, 1.0, 0.3, 0.2, -2.0]), torch.ones(5)
+    >>> m2po_keep(log_ratios, advantages_T=ones, loss_mask_T=ones.bool(), threshold=0.04).tolist()
+    [True, False, False, True, True]
+
+    (0.01 + 0.04 + 0.09) / 3 = 0.0467 is too much, (0.01 + 0.04) / 2 is not; the last token went the other way.
     """
-    check_tokens(loss_mask_T, log_ratios=log_ratios_T)
+    check_tokens(loss_mask_T, log_ratios=log_ratios_T, advantages=advantages_T)
+    candidates_T = loss_mask_T & log_ratios_T.isfinite()
+    is_active_T = candidates_T & (log_ratios_T * advantages_T > 0)
     squares_T = log_ratios_T.double().square()
-    squares_T = torch.where(loss_mask_T & squares_T.isfinite(), squares_T, torch.inf)
-    sorted_T = squares_T.sort().values
-    means_T = sorted_T.cumsum(dim=0) / torch.arange(1, len(sorted_T) + 1, device=sorted_T.device)
+    sorted_A = squares_T[is_active_T].sort().values
+    means_A = sorted_A.cumsum(dim=0) / torch.arange(1, len(sorted_A) + 1, device=sorted_A.device)
     # The means of ever larger squares never fall, so those within the threshold come first.
-    dropped = sorted_T[means_T > threshold]
-    return squares_T < (dropped[0] if len(dropped) else torch.inf)
+    dropped = sorted_A[means_A > threshold]
+    return candidates_T & ~(is_active_T & (squares_T >= dropped[0])) if len(dropped) else candidates_T
 
 
 @torch.no_grad()

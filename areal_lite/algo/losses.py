@@ -29,27 +29,33 @@ def policy_loss(
     token_weights_T: Tensor,
     rows_T: Tensor,
     num_rows: int,
-    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"],
+    surrogate: Literal["ratio", "soft_ratio", "weighted_likelihood", "likelihood"],
     ratio_level: Literal["token", "sequence"],
     clip_low: float | None,
     clip_high: float | None,
+    clip_unit: Literal["ratio", "probability"] = "ratio",
+    clip_dual: float | None = None,
+    soft_positive: float = 1.0,
+    soft_negative: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy loss.
 
     `loss = - sum over loss-mask tokens of token_weight * w * s`, with the behaviour weight `w` and ::
 
         surrogate             s
-        ratio                 min(r * A, clip(r) * A)
+        ratio                 min(r * A, clip(r) * A); where A < 0 at least clip_dual * A
+        soft_ratio            4 / tau * sigmoid(tau * (r - 1)) * A, tau = soft_positive where A > 0, else soft_negative
         weighted_likelihood   sg(clip(r)) * A * log pi_current
         likelihood            log pi_current
 
-    where `clip(r) = min(max(r, 1 - clip_low), 1 + clip_high)`, `sg` stops the gradient, and the ratio is ::
+    where `clip(r) = min(max(r, 1 - clip_low / p), 1 + clip_high / p)`, `p` is 1 or, with the `clip_unit` probability,
+    pi_proximal of the token, `sg` stops the gradient, and the ratio is ::
 
         token      r = pi_current / pi_proximal of the token
         sequence   r = exp(mean of log (pi_current / pi_proximal) over the row's tokens with w > 0), on each of them
 
-    With proximal = behaviour, `ratio` is PPO; at `pi_current = pi_proximal` its gradient is REINFORCE's, `w * A` times
-    the gradient of `log pi_current`.
+    With proximal = behaviour, `ratio` is PPO. At `pi_current = pi_proximal` the gradient of all but `likelihood` is
+    REINFORCE's, `w * A` times that of `log pi_current`; that of `soft_ratio` fades as `r` leaves 1, and never ends.
 
     Args:
         current_logprobs_T: [T] log-probabilities in nats under the weights being optimised; the gradient flows
@@ -65,20 +71,25 @@ def policy_loss(
         ratio_level: See above.
         clip_low: Lower clip distance of `r`, in 0..1; None = that side is open.
         clip_high: Upper clip distance of `r`, >= 0; None = that side is open.
+        clip_unit: Of the clip distances: shares of pi_proximal, or probability: how far pi_current may move from it.
+        clip_dual: Largest `r` where A < 0, above 1; None = any.
+        soft_positive: How fast `soft_ratio` fades where A > 0, above 0.
+        soft_negative: The same where A <= 0.
 
     Returns:
         The scalar loss, and sums for the log, unweighted and without gradient: `clipped`, the tokens with w > 0 whose
-        ratio the clip changes (`weighted_likelihood`) or holds back (`ratio`: where it lowers `s`).
+        ratio (`weighted_likelihood`) or `s` (`ratio`) the clip changes.
 
     Raises:
-        ValueError: The shapes differ, the mask is not boolean, a clip distance is out of range, or `surrogate` or
-            `ratio_level` is unknown.
+        ValueError: The shapes differ, the mask is not boolean, a clip distance is out of range, or `surrogate`,
+            `ratio_level` or `clip_unit` is unknown.
 
     Source:
         ratio: arXiv 1707.06347 eq. 7, with `w` arXiv 2505.24298 eq. 5, with two clip distances arXiv 2503.14476 eq. 8;
         sequence level: arXiv 2507.18071 eqs. 5 and 7; weighted_likelihood: arXiv 2506.13585 eqs. 4 and 5; likelihood:
-        RAFT, arXiv 2304.06767.
-        Where we differ: GSPO and CISPO have no `w`, and a log ratio above 20 counts as 20.
+        RAFT, arXiv 2304.06767; clip_dual: arXiv 1912.09729; soft_ratio: SAPO, arXiv 2511.20347; clip_unit: the
+        gradient of DPPO, arXiv 2602.04879, with binary total variation to the proximal policy.
+        Where we differ: GSPO, CISPO and SAPO have no `w`, and a log ratio above 20 counts as 20.
     """
     check_tokens(
         loss_mask_T,
@@ -89,28 +100,41 @@ def policy_loss(
         token_weights=token_weights_T,
         rows=rows_T,
     )
+    if clip_unit not in ("ratio", "probability"):
+        raise ValueError(f"expected the clip unit ratio or probability, got {clip_unit!r}")
     if not 0 <= (clip_low or 0) <= 1 or not (clip_high or 0) >= 0:
         raise ValueError(f"expected clip_low in 0..1 and clip_high >= 0, or None, got {clip_low} and {clip_high}")
+    if not ((clip_dual is None or clip_dual > 1) and soft_positive > 0 and soft_negative > 0):
+        raise ValueError(
+            "expected clip_dual above 1, or None, and soft_positive and soft_negative above 0, got "
+            f"{clip_dual}, {soft_positive} and {soft_negative}"
+        )
     counts_T = loss_mask_T & (behaviour_weights_T != 0)
     scale_T = inside(counts_T, behaviour_weights_T.detach() * token_weights_T)
     advantages_T = inside(counts_T, advantages_T)
-    current_T = inside(counts_T, current_logprobs_T)
-    log_ratios_T = current_T - inside(counts_T, proximal_logprobs_T.detach())
-    ratios_T = _ratios(log_ratios_T, counts_T, rows_T=rows_T, num_rows=num_rows, level=ratio_level)
-    held_T = ratios_T.clamp(
-        0.0 if clip_low is None else 1 - clip_low, torch.inf if clip_high is None else 1 + clip_high
-    )
+    current_T, proximal_T = inside(counts_T, current_logprobs_T), inside(counts_T, proximal_logprobs_T.detach())
+    ratios_T = _ratios(current_T - proximal_T, counts_T, rows_T=rows_T, num_rows=num_rows, level=ratio_level)
+    unit = bounded(-proximal_T).exp() if clip_unit == "probability" else 1.0
+    held_T = ratios_T if clip_low is None else ratios_T.clamp(min=1 - clip_low * unit)
+    held_T = held_T if clip_high is None else held_T.clamp(max=1 + clip_high * unit)
+    is_clipped_T = torch.zeros_like(loss_mask_T)
     if surrogate == "ratio":
-        is_clipped_T = held_T * advantages_T < ratios_T * advantages_T
         parts_T = torch.minimum(ratios_T * advantages_T, held_T * advantages_T)
+        if clip_dual is not None:
+            parts_T = torch.where(advantages_T < 0, parts_T.maximum(clip_dual * advantages_T), parts_T)
+        is_clipped_T = parts_T != ratios_T * advantages_T
+    elif surrogate == "soft_ratio":
+        taus_T = torch.full_like(ratios_T, soft_negative).masked_fill(advantages_T > 0, soft_positive)
+        parts_T = 4 / taus_T * (taus_T * (ratios_T - 1)).sigmoid() * advantages_T
     elif surrogate == "weighted_likelihood":
         is_clipped_T = held_T != ratios_T
         parts_T = held_T.detach() * advantages_T * current_T
     elif surrogate == "likelihood":
-        is_clipped_T = torch.zeros_like(loss_mask_T)
         parts_T = current_T
     else:
-        raise ValueError(f"expected the surrogate ratio, weighted_likelihood or likelihood, got {surrogate!r}")
+        raise ValueError(
+            f"expected the surrogate ratio, soft_ratio, weighted_likelihood or likelihood, got {surrogate!r}"
+        )
     return -(scale_T * parts_T).sum(), {"clipped": (counts_T & is_clipped_T).sum()}
 
 

@@ -60,8 +60,8 @@ def _batch_problems(config: "Config") -> Iterable[str]:
     compared = [f"{key}={value}" for key, value in choices.items() if value in _COMPARED]
     if queue.samples_per_group < 2 and compared:
         yield (
-            f"queue.samples_per_group must be 2 or more with {' and '.join(compared)}, got 1: samples of a prompt "
-            "are compared, and one alone has nothing to learn from"
+            f"queue.samples_per_group must be 2 or more with {' and '.join(compared)}, got 1, which has nothing "
+            "to be compared with: raise it, or compare within the batch (objective.preset=reinforce_pp)"
         )
     if config.objective.proximal == "reuse" and minibatches != 1:
         yield (

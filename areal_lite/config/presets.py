@@ -16,18 +16,34 @@ from areal_lite.config.section import Refers, Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 
+_READ_BY = {
+    "clip_unit": ("ratio", "weighted_likelihood"),
+    "clip_dual": ("ratio",),
+    "soft_positive": ("soft_ratio",),
+    "soft_negative": ("soft_ratio",),
+}
+"""Settings of the policy term that only these surrogates read."""
+
 
 class LossConfig(Section):
     """Settings of the policy term. Each is a keyword of the loss function: one that it does not take is refused."""
 
-    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
-    """ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
+    surrogate: Literal["ratio", "soft_ratio", "weighted_likelihood", "likelihood"] = "ratio"
+    """ratio = clipped PPO; soft_ratio = SAPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
     ratio_level: Literal["token", "sequence"] = "token"
     """ratio of each token, or of the sequence"""
     clip_low: float | None = Field(0.2, ge=0, lt=1)
     """lower clip distance of the ratio; null = none"""
     clip_high: float | None = Field(0.2, ge=0)
     """upper clip distance of the ratio; null = none"""
+    clip_unit: Literal["ratio", "probability"] = "ratio"
+    """of the clip distances; probability = how far the token's probability may move (DPPO)"""
+    clip_dual: float | None = Field(None, gt=1)
+    """largest ratio of a token with a negative advantage (surrogate: ratio); null = any"""
+    soft_positive: float = Field(1.0, gt=0)
+    """how fast the gradient fades as the ratio leaves 1, at a positive advantage (surrogate: soft_ratio)"""
+    soft_negative: float = Field(1.05, gt=0)
+    """the same at a negative advantage"""
 
 
 class ObjectiveConfig(LossConfig):
@@ -99,9 +115,10 @@ class ObjectiveConfig(LossConfig):
     behaviour_weight_floor: float = Field(0.0, ge=0)
     """smallest w; a token below it has no gradient"""
     behaviour_filter: Literal["none", "m2po", "geometric"] = "none"
-    """m2po: drop tokens until the second moment fits; geometric: drop far-off sequences"""
+    """m2po: drop tokens that moved the way their advantage pushes until the second moment fits; geometric: drop far-off
+    sequences"""
     m2po_threshold: float = Field(0.04, gt=0)
-    """largest mean of (log w)^2 (behaviour_filter: m2po)"""
+    """largest mean of their (log pi_current / pi_behaviour)^2 (behaviour_filter: m2po)"""
     geometric_low: float = Field(0.5, gt=0)
     """smallest geometric mean of w (behaviour_filter: geometric)"""
     geometric_high: float = Field(2.0, gt=0)
@@ -119,8 +136,7 @@ class ObjectiveConfig(LossConfig):
                 yield f"objective.scale=group_std {per_token}: set objective.scale to batch_std or none"
             if self.advantage_function is not None:
                 yield f"objective.advantage_function {per_token}: leave one of them out"
-        if self.surrogate == "likelihood":
-            yield from self._likelihood_problems()
+        yield from self._surrogate_problems()
         if self.proximal == "behaviour":
             to_do = "set proximal=recompute, or behaviour_filter=none"
             because = "with objective.proximal=behaviour, the policy that it compares with itself"
@@ -132,16 +148,25 @@ class ObjectiveConfig(LossConfig):
             yield f"objective.geometric_low must lie below geometric_high, got {low} and {high}"
         yield from self._penalty_problems()
 
-    def _likelihood_problems(self) -> Iterable[str]:
-        because = "with objective.surrogate=likelihood, which uses no advantage"
-        to_do = "leave it out, or set surrogate to ratio"
+    def _surrogate_problems(self) -> Iterable[str]:
+        because = f"with objective.surrogate={self.surrogate}"
+        for key, users in _READ_BY.items():
+            if self.surrogate not in users:
+                yield from self.unread([key], because, to_do=f"leave it out, or set surrogate={users[0]}")
+        if self.clip_unit == "probability" and self.ratio_level == "sequence":
+            yield "objective.clip_unit=probability is of a token, got objective.ratio_level=sequence: set one of them"
+        if self.surrogate in ("likelihood", "soft_ratio") and not (self.clip_low is None and self.clip_high is None):
+            got = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
+            yield f"{because.removeprefix('with ')} clips no ratio, got {got}: set both to null"
+        if self.surrogate == "likelihood":
+            yield from self._likelihood_problems(because)
+
+    def _likelihood_problems(self, because: str) -> Iterable[str]:
+        because, to_do = f"{because}, which uses no advantage", "leave it out, or set surrogate to ratio"
         yield from self.unread(("overlong_buffer", "advantage_function"), because, to_do=to_do)
-        for key, value in (("kl", "reward"), ("baseline", "critic")):
+        for key, value in (("kl", "reward"), ("baseline", "critic"), ("behaviour_filter", "m2po")):
             if getattr(self, key) == value:
                 yield f"objective.{key}={value} is not read {because}: {to_do}"
-        if not (self.clip_low is None and self.clip_high is None):
-            got = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
-            yield f"objective.surrogate=likelihood has no ratio to clip, got {got}: set both to null"
         because = "with objective.surrogate=likelihood, which has no ratio"
         yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
 
@@ -151,6 +176,11 @@ class ObjectiveConfig(LossConfig):
             yield from self.unread(("kl_coef", "kl_target", "reference_path"), "without objective.kl")
         elif self.kl_coef == 0:
             yield f"objective.kl={self.kl} needs objective.kl_coef above 0, got 0: set it, or objective.kl to none"
+        if self.reward_scale == 0 and self.reference_path is None:
+            yield (
+                "objective.reward_scale=0 leaves the distance to a teacher to learn from, got no teacher: set "
+                "objective.reference_path to its folder (and objective.kl to loss)"
+            )
         if self.kl == "loss" and self.kl_estimator == "k1":
             to_do = "set that, or kl=reward"
             yield f"objective.kl=loss needs kl_estimator k2 or k3, got k1, whose gradient is zero on average: {to_do}"

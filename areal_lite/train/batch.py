@@ -55,7 +55,7 @@ class Tokens:
     targets_T: Tensor | None = None
     """float32, what the critic learns, from `batch_advantages`; None without a critic."""
     kept_T: Tensor
-    """Booleans: loss-mask tokens that the behaviour filter leaves; all until `weigh_tokens`."""
+    """Booleans: loss-mask tokens that the behaviour filter leaves; all until `filter_tokens`."""
     weights_T: Tensor
     """float32 weight of each token in the loss of its update, divided by that update's denominator; 0 until
     `weigh_tokens`."""
@@ -88,7 +88,7 @@ class Tokens:
             behaviour_logprobs_T=logprobs_T,
             proximal_logprobs_T=logprobs_T.clone(),
             advantages_T=torch.zeros_like(logprobs_T),
-            kept_T=loss_mask_T,
+            kept_T=loss_mask_T.clone(),
             weights_T=torch.zeros_like(logprobs_T),
         )
 

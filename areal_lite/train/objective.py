@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_lite.algo.aggregation import aggregate
-from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
+from areal_lite.algo.behaviour import behaviour_weights
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
@@ -23,7 +23,7 @@ from areal_lite.config.presets import LossConfig, ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
-from areal_lite.train.distributed import gather_over_ranks, sum_over_ranks
+from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_outputs, completion_values
 from areal_lite.train.score import needs_proximal_first
@@ -56,7 +56,7 @@ class KLCoefficient:
 
 
 def weigh_tokens(batch: PolicyBatch, config: Config) -> list[bool]:
-    """Set the weights of the batch's tokens, and which of them the behaviour filter keeps; collective.
+    """Set the weights of the batch's tokens; collective.
 
     Denominators are those of whole updates: the loss mask before any behaviour weight, over all ranks.
 
@@ -64,7 +64,6 @@ def weigh_tokens(batch: PolicyBatch, config: Config) -> list[bool]:
         For each update, whether no token of any rank trains in it.
     """
     tokens = batch.tokens
-    tokens.kept_T = _kept_tokens(batch, config.objective)
     places = [torch.cat([part.tokens_T for part in update]) for update in batch.updates]
     shares = [
         aggregate(
@@ -81,28 +80,6 @@ def weigh_tokens(batch: PolicyBatch, config: Config) -> list[bool]:
         tokens.weights_T[places_T] = (weights_T / denominator.clamp(min=1)).float()
     is_empty: list[bool] = (denominators == 0).tolist()
     return is_empty
-
-
-def _kept_tokens(batch: PolicyBatch, objective: ObjectiveConfig) -> Tensor:
-    """Return the loss-mask tokens that are not too far off-policy, [T]."""
-    tokens, mask_T = batch.tokens, batch.tokens.loss_mask_T
-    if objective.behaviour_filter == "none":
-        return mask_T
-    log_weights_T = tokens.proximal_logprobs_T - tokens.behaviour_logprobs_T
-    if objective.behaviour_filter == "geometric":
-        return geometric_keep(
-            log_weights_T,
-            loss_mask_T=mask_T,
-            rows_T=tokens.rows_T,
-            num_rows=len(batch.lengths_B),
-            low=objective.geometric_low,
-            high=objective.geometric_high,
-        )
-    everyones, mine = gather_over_ranks(log_weights_T[mask_T])
-    everyone_T = torch.ones_like(everyones, dtype=torch.bool)
-    kept_T = mask_T.clone()
-    kept_T[mask_T] = m2po_keep(everyones, loss_mask_T=everyone_T, threshold=objective.m2po_threshold)[mine]
-    return kept_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: log-probabilities and values of a batch before its updates.
+"""Forward passes without a gradient, before updates: log-probabilities and values, and the tokens that a filter keeps.
 
 Shape letter: `T` completion tokens of the shard.
 """
@@ -11,9 +11,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from areal_lite.algo.behaviour import geometric_keep, m2po_keep
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.distributed import gather_over_ranks
 from areal_lite.train.lora import adapters_off
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logprobs, completion_values, reshard
@@ -64,6 +66,41 @@ def score_batch(
             tokens.reference_logprobs_T = fill_in(unknown_T, own_routes, model=reference, output=logprobs)
     if critic is not None:
         tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)
+
+
+def filter_tokens(batch: PolicyBatch, number: int, *, policy: nn.Module, config: Config) -> None:
+    """Set which tokens of an update the behaviour filter keeps; collective.
+
+    M2PO compares the behaviour policy with the weights of this moment: after the first update they need a pass of
+    their own. It chooses among the update's tokens of all ranks.
+    """
+    tokens, objective, update = batch.tokens, config.objective, batch.updates[number]
+    if objective.behaviour_filter == "none":
+        return
+    current_T = tokens.proximal_logprobs_T
+    if objective.behaviour_filter == "m2po" and number > 0:
+        current_T = fill_in(current_T, update, model=policy, output=_sampled_logprobs(config))
+    places_T = torch.cat([part.tokens_T for part in update])
+    chosen, log_ratios_T = tokens.at(places_T), (current_T - tokens.behaviour_logprobs_T)[places_T]
+    mask_T = chosen.loss_mask_T
+    if objective.behaviour_filter == "geometric":
+        tokens.kept_T[places_T] = geometric_keep(
+            log_ratios_T,
+            loss_mask_T=mask_T,
+            rows_T=chosen.rows_T,
+            num_rows=len(batch.lengths_B),
+            low=objective.geometric_low,
+            high=objective.geometric_high,
+        )
+        return
+    everyones_T, mine = gather_over_ranks(log_ratios_T[mask_T])
+    kept_T = m2po_keep(
+        everyones_T,
+        advantages_T=gather_over_ranks(chosen.advantages_T[mask_T])[0],
+        loss_mask_T=torch.ones_like(everyones_T, dtype=torch.bool),
+        threshold=objective.m2po_threshold,
+    )
+    tokens.kept_T[places_T[mask_T]] = kept_T[mine]
 
 
 def _sampled_logprobs(config: Config) -> Output:

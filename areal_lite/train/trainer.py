@@ -27,7 +27,7 @@ from areal_lite.train.model import completion_logprobs, load_model, load_value_m
 from areal_lite.train.objective import KLCoefficient, UpdateLoss, critic_loss, find_loss_function, weigh_tokens
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.routes import replay_routes
-from areal_lite.train.score import fill_in, score_batch
+from areal_lite.train.score import fill_in, filter_tokens, score_batch
 from areal_lite.train.stats import StepTally
 from areal_lite.types import Shard
 
@@ -185,6 +185,7 @@ class Trainer:
             tally.add_update(update, critic_updates=1)
 
     def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
+        filter_tokens(batch, number, policy=self.model, config=self._config)
         loss_of = UpdateLoss(
             batch=batch,
             model=self.model,

@@ -40,6 +40,9 @@ def weights(**settings: Any) -> None:
     [
         (policy, "clip_low", [None, 0.0, 1.0], [-0.1, 1.1, float("nan")]),
         (policy, "clip_high", [None, 0.0, 5.0], [-0.1, float("nan")]),
+        (policy, "clip_dual", [None, 1.1], [1.0, 0.0, float("nan")]),
+        (policy, "soft_positive", [0.1], [0.0, -1.0, float("nan")]),
+        (policy, "soft_negative", [0.1], [0.0, -1.0, float("nan")]),
         (value, "clip", [None, 0.1], [0.0, -0.1, float("nan")]),
         (advantages, "gamma", [0.0, 1.0], [-0.1, 1.1, float("nan")]),
         (advantages, "gae_lambda", [0.0, 1.0], [-0.1, 1.1, float("nan")]),

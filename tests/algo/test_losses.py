@@ -56,10 +56,10 @@ def derive(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarra
     ratio: with A > 0 the minimum is `min(r, high) A`, slope `r A` below `high` and 0 above; with A < 0 it is
     `max(r, low) A`, slope `r A` above `low` and 0 below (d r / d log pi_current = r). At the sequence level r is the
     geometric mean over the row's tokens that count, and d r / d log pi_current of each of its n tokens is r / n.
+    clip_dual: with A < 0 also 0 above it. clip_unit probability: the bounds are where pi_current is pi_proximal - 0.1
+    or + 0.05. soft_ratio: with the sigmoid p, the slope by r is 4 p (1 - p) A.
     """
-    knobs = KNOBS | changes
-    low = -np.inf if knobs["clip_low"] is None else 1 - knobs["clip_low"]
-    high = np.inf if knobs["clip_high"] is None else 1 + knobs["clip_high"]
+    knobs = KNOBS | {"clip_unit": "ratio", "clip_dual": None, "soft_positive": 1.0, "soft_negative": 1.05} | changes
     loss, gradient, num_clipped = 0.0, np.zeros(len(case.mask)), 0
     counts = case.mask & (given["weights"] != 0)
     for t in np.flatnonzero(counts):
@@ -67,12 +67,22 @@ def derive(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarra
         ratios = np.exp(given["current"][alike]) / np.exp(given["proximal"][alike])
         ratio = np.prod(ratios) ** (1 / len(alike))
         advantage, scale = given["advantages"][t], given["weights"][t] * given["token_weights"][t]
+        chance = np.exp(given["proximal"][t]) if knobs["clip_unit"] == "probability" else 1.0
+        low = -np.inf if knobs["clip_low"] is None else (chance - knobs["clip_low"]) / chance
+        high = np.inf if knobs["clip_high"] is None else (chance + knobs["clip_high"]) / chance
+        dual = np.inf if knobs["clip_dual"] is None else knobs["clip_dual"]
         if knobs["surrogate"] == "ratio":
-            is_held = ratio > high if advantage > 0 else ratio < low
-            loss -= scale * (min(ratio, high) if advantage > 0 else max(ratio, low)) * advantage
+            is_held = ratio > high if advantage > 0 else not low <= ratio <= dual
+            loss -= scale * (min(ratio, high) if advantage > 0 else min(max(ratio, low), dual)) * advantage
             for u in alike:
                 gradient[u] -= 0.0 if is_held else scale * ratio * advantage / len(alike)
             num_clipped += is_held
+        elif knobs["surrogate"] == "soft_ratio":
+            tau = knobs["soft_positive"] if advantage > 0 else knobs["soft_negative"]
+            p = 1 / (1 + np.exp(-tau * (ratio - 1)))
+            loss -= scale * 4 / tau * p * advantage
+            for u in alike:
+                gradient[u] -= scale * 4 * p * (1 - p) * advantage * ratio / len(alike)
         elif knobs["surrogate"] == "weighted_likelihood":
             slope = scale * min(max(ratio, low), high) * advantage
             loss -= slope * given["current"][t]
@@ -84,8 +94,9 @@ def derive(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarra
     return loss, gradient, num_clipped
 
 
-SURROGATES = ["ratio", "weighted_likelihood", "likelihood"]
+SURROGATES = ["ratio", "soft_ratio", "weighted_likelihood", "likelihood"]
 CLIPS = [(0.2, 0.3), (None, 0.3), (0.2, None), (None, None), (3e-4, 4e-4)]
+CLIPPING = ("ratio", "weighted_likelihood")
 
 
 @pytest.mark.parametrize(("clip_low", "clip_high"), CLIPS)
@@ -106,10 +117,39 @@ def test_policy_loss_against_numpy(surrogate: str, level: str, clip_low: float |
         np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
         assert num_clipped == expected_clipped
         total_clipped += num_clipped
-    assert (total_clipped > 0) == (surrogate != "likelihood" and (clip_low, clip_high) != (None, None))
+    assert (total_clipped > 0) == (surrogate in CLIPPING and (clip_low, clip_high) != (None, None))
 
 
-@pytest.mark.parametrize("surrogate", ["ratio", "weighted_likelihood"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"clip_dual": 1.5},
+        {"clip_dual": 1.1, "clip_low": None, "clip_high": None},
+        {"clip_dual": 1.2, "ratio_level": "sequence"},
+        {"clip_unit": "probability", "clip_low": 0.1, "clip_high": 0.05},
+        {"clip_unit": "probability", "clip_low": 0.1, "clip_high": 0.05, "clip_dual": 1.5},
+        {"clip_unit": "probability", "clip_low": 0.1, "clip_high": 0.05, "surrogate": "weighted_likelihood"},
+        {"surrogate": "soft_ratio", "soft_positive": 0.5, "soft_negative": 3.0},
+    ],
+    ids=lambda knobs: "-".join(map(str, knobs.values())),
+)
+def test_other_bounds_against_numpy(knobs: dict[str, Any]) -> None:
+    """Seen failing with the dual clip on positive advantages too, with it below the upper clip alone, with pi_current
+    for pi_proximal as the unit, and with the two temperatures swapped."""
+    plain = 0.0
+    for seed in range(3):
+        case = make_case(seed)
+        given = numbers(case, seed)
+        loss, gradient, num_clipped = run(case, given, **knobs)
+        expected_loss, expected_gradient, expected_clipped = derive(case, given, **knobs)
+        assert loss == pytest.approx(expected_loss)
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
+        assert num_clipped == expected_clipped
+        plain += abs(loss - run(case, given, surrogate=knobs.get("surrogate", "ratio"))[0])
+    assert plain > 0.01, "the setting made no difference"
+
+
+@pytest.mark.parametrize("surrogate", ["ratio", "soft_ratio", "weighted_likelihood"])
 def test_gradient_at_ratio_one_is_reinforce(surrogate: str) -> None:
     """Current = proximal: by log pi it is -w A times the token's weight. Seen failing with the ratio detached."""
     case = make_case()
@@ -168,13 +208,15 @@ def test_a_token_of_weight_zero_trains_nothing_whatever_it_holds(surrogate: str,
 
 @pytest.mark.parametrize(("surrogate", "level"), list(product(SURROGATES, ["token", "sequence"])))
 @pytest.mark.parametrize("clips", [(0.2, 0.3), (None, None)])
+@pytest.mark.parametrize("unit", ["ratio", "probability"])
 @pytest.mark.parametrize("gap", [1e3, -1e3, 1e30, -1e30])
-def test_huge_log_ratios_stay_finite(surrogate: str, level: str, clips: Any, gap: float) -> None:
+def test_huge_log_ratios_stay_finite(surrogate: str, level: str, clips: Any, unit: str, gap: float) -> None:
     """In float32, in both directions, advantages of both signs. Seen failing without the bound on the exponent."""
     case = make_case()
     given = {name: values.astype(np.float32) for name, values in numbers(case).items()}
     given["proximal"] = (given["current"] - np.float32(gap)).astype(np.float32)
-    loss, gradient, _ = run(case, given, surrogate=surrogate, ratio_level=level, clip_low=clips[0], clip_high=clips[1])
+    bounds = {"clip_low": clips[0], "clip_high": clips[1], "clip_unit": unit}
+    loss, gradient, _ = run(case, given, surrogate=surrogate, ratio_level=level, **bounds)
     assert np.isfinite(loss)
     assert np.isfinite(gradient).all()
 

@@ -6,13 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_lite.algo.advantages import gae, kept_samples, masked_sums, sample_advantages, std_from_sums
+from areal_lite.algo.advantages import (
+    gae,
+    kept_samples,
+    masked_sums,
+    returns_to_go,
+    sample_advantages,
+    std_from_sums,
+)
 from areal_lite.algo.aggregation import aggregate
-from areal_lite.algo.behaviour import behaviour_weights
+from areal_lite.algo.behaviour import behaviour_weights, m2po_keep
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import kl_penalty, policy_loss
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
-from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.presets import LossConfig, ObjectiveConfig
 
 MAX_NEW_TOKENS = 8
 
@@ -92,15 +99,20 @@ def compose(case: Case, knobs: ObjectiveConfig) -> tuple[float, np.ndarray]:
         floor=knobs.behaviour_weight_floor,
         **everything,
     )
+    if knobs.behaviour_filter == "m2po":
+        kept_T = m2po_keep(
+            current_T.detach() - tensor(case.behaviour),
+            advantages_T=advantages_T,
+            loss_mask_T=mask_T,
+            threshold=knobs.m2po_threshold,
+        )
+        behaviour_T = torch.where(kept_T, behaviour_T, 0.0)
     loss, _ = policy_loss(
         current_T,
         proximal_logprobs_T=tensor(case.proximal),
         behaviour_weights_T=behaviour_T,
         advantages_T=advantages_T,
-        surrogate=knobs.surrogate,
-        ratio_level=knobs.ratio_level,
-        clip_low=knobs.clip_low,
-        clip_high=knobs.clip_high,
+        **{key: getattr(knobs, key) for key in LossConfig.model_fields},
         **shared,
         **everything,
     )
@@ -137,19 +149,26 @@ def _advantages(case: Case, knobs: ObjectiveConfig, mask_T: torch.Tensor) -> tor
         costs_T = knobs.kl_coef * kl_estimate(
             tensor(case.proximal), reference_logprobs_T=tensor(case.reference), estimator=knobs.kl_estimator
         )
-    if knobs.baseline != "critic":
+    rewards_T = token_rewards(shaped_NG.reshape(-1).nan_to_num(), lengths_B=lengths_B, costs_T=costs_T)
+    if knobs.baseline == "critic":
+        advantages_T, _ = gae(
+            rewards_T,
+            values_T=tensor(case.values),
+            lengths_B=lengths_B,
+            gamma=knobs.gamma,
+            gae_lambda=knobs.gae_lambda,
+        )
+    else:
+        # Whole samples are compared; a token answers for what is paid from it on.
         costs_NG = torch.zeros(len(lengths_B), dtype=torch.float64).index_add(0, tensor(case.rows), costs_T)
         advantages_NG = sample_advantages(
             shaped_NG - costs_NG.reshape(shaped_NG.shape), baseline=knobs.baseline, scale=knobs.scale
         )
-        return advantages_NG.reshape(-1)[tensor(case.rows)]
-    advantages_T, _ = gae(
-        token_rewards(shaped_NG.reshape(-1), lengths_B=lengths_B, costs_T=costs_T),
-        values_T=tensor(case.values),
-        lengths_B=lengths_B,
-        gamma=knobs.gamma,
-        gae_lambda=knobs.gae_lambda,
-    )
+        to_go_T = returns_to_go(rewards_T, lengths_B=lengths_B, gamma=1.0)
+        advantages_T = advantages_NG.reshape(-1)[tensor(case.rows)]
+        if knobs.kl == "reward":
+            starts_B = to_go_T[lengths_B.cumsum(dim=0) - lengths_B]
+            advantages_T = advantages_T + to_go_T - starts_B[tensor(case.rows)]
     if knobs.scale == "batch_std":
         advantages_T = advantages_T / (std_from_sums(masked_sums(advantages_T, mask_T)) + 1e-6)
     return advantages_T

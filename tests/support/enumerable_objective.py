@@ -13,7 +13,7 @@ from areal_lite.algo.behaviour import behaviour_weights
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import policy_loss
 from areal_lite.algo.rewards import token_rewards
-from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.presets import LossConfig, ObjectiveConfig
 
 LANGUAGE = Language(num_symbols=3, max_length=3)
 SMALL = Language(num_symbols=3, max_length=2)
@@ -108,10 +108,7 @@ def estimate(
             advantages_T=advantages_T,
             loss_mask_T=mask_T,
             token_weights_T=weights_T / denominator,
-            surrogate=objective.surrogate,
-            ratio_level=objective.ratio_level,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
+            **{key: getattr(objective, key) for key in LossConfig.model_fields},
             **rows,
         )[0]
 

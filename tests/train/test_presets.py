@@ -18,7 +18,8 @@ Result = tuple[float, np.ndarray]
 
 
 def knobs_of(preset: str, **changes: Any) -> ObjectiveConfig:
-    return ObjectiveConfig(**read_preset(preset)["objective"] | changes)
+    teacher = {"reference_path": "teacher"} if preset == "distill" else {}
+    return ObjectiveConfig(**read_preset(preset)["objective"] | teacher | changes)
 
 
 def rows_of(case: Case) -> list[tuple[int, np.ndarray]]:
@@ -40,17 +41,81 @@ def clipped(ratio: float, advantage: float, low: float, high: float) -> tuple[fl
     return min(free, held), free if free <= held else 0.0
 
 
-def published_areal(case: Case) -> Result:
+def published_areal(case: Case, lowest: float = 0.0) -> Result:
     """arXiv 2505.24298 eq. 5; a w above 5 counts as 0 (ours)."""
     loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
     for row, tokens in rows_of(case):
         for t in tokens:
             weight = np.exp(case.proximal[t] - case.behaviour[t])
-            weight = weight if weight <= 5 else 0.0
+            weight = weight if lowest <= weight <= 5 else 0.0
             value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), scores[row], 0.8, 1.2)
             loss -= weight * value / num_tokens
             gradient[t] -= weight * slope / num_tokens
     return loss, gradient
+
+
+def published_icepop(case: Case) -> Result:
+    """arXiv 2510.18855: M(k) = k where 0.5 <= k <= 5 and 0 elsewhere, k = pi_train / pi_infer, before PPO's minimum."""
+    return published_areal(case, lowest=0.5)
+
+
+def published_m2po(case: Case) -> Result:
+    """arXiv 2510.01161: mean over tokens of M * r * A, r = pi / pi_behaviour.
+
+    M drops tokens with r > 1 and A > 0, or r < 1 and A < 0, the farthest first, until the mean of their (log r)^2 is at
+    most 0.04. A pi_proximal / pi_behaviour above 5 counts as 0 (ours).
+    """
+    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
+    gaps = case.current - case.behaviour
+    active = [t for t in np.flatnonzero(case.mask) if gaps[t] * scores[case.rows[t]] > 0]
+    dropped: set[int] = set()
+    while np.mean([gaps[t] ** 2 for t in active]) > 0.04:
+        dropped.add(active.pop(int(np.argmax([gaps[t] ** 2 for t in active]))))
+    for t in np.flatnonzero(case.mask):
+        if t not in dropped and case.proximal[t] - case.behaviour[t] <= np.log(5):
+            slope = np.exp(gaps[t]) * scores[case.rows[t]] / num_tokens
+            loss -= slope
+            gradient[t] -= slope
+    return loss, gradient
+
+
+def published_sapo(case: Case) -> Result:
+    """arXiv 2511.20347: f(r) = 4 / tau * sigmoid(tau * (r - 1)), tau 1.0 with A > 0 and 1.05 else; means of rows.
+
+    Its derivative by r is 4 p (1 - p), p the sigmoid.
+    """
+    loss, gradient, scores, rows = 0.0, np.zeros(len(case.mask)), group_scores(case), rows_of(case)
+    for row, tokens in rows:
+        tau = 1.0 if scores[row] > 0 else 1.05
+        for t in tokens:
+            share, ratio = scores[row] / (len(rows) * len(tokens)), np.exp(case.current[t] - case.proximal[t])
+            p = 1 / (1 + np.exp(-tau * (ratio - 1)))
+            loss -= share * 4 / tau * p
+            gradient[t] -= share * 4 * p * (1 - p) * ratio
+    return loss, gradient
+
+
+def published_dppo(case: Case) -> Result:
+    """arXiv 2602.04879, binary total variation: r * A, but no gradient where the token's probability has moved by more
+    than 0.15 the way A pushes. The value of such a token is that at 0.15 (ours; the gradient is the same).
+    """
+    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
+    for t in np.flatnonzero(case.mask):
+        advantage, old, new = scores[case.rows[t]], np.exp(case.proximal[t]), np.exp(case.current[t])
+        is_valid = new - old <= 0.15 if advantage > 0 else new - old >= -0.15
+        if is_valid:
+            gradient[t] -= new / old * advantage / num_tokens
+        loss -= (new if is_valid else old + np.sign(advantage) * 0.15) / old * advantage / num_tokens
+    return loss, gradient
+
+
+def published_distill(case: Case) -> Result:
+    """The gradient of policy-gradient distillation, advantage log pi_teacher - log pi, averaged over tokens.
+
+    As a loss it is (log pi - log pi_teacher)^2 / 2. (Thinking Machines, On-Policy Distillation, 2025: discount 0.)
+    """
+    gaps = np.where(case.mask, case.current - case.reference, 0.0)
+    return (gaps**2).sum() / 2 / case.mask.sum(), gaps / case.mask.sum()
 
 
 def published_grpo(case: Case) -> Result:
@@ -98,7 +163,8 @@ def published_dapo(case: Case) -> Result:
 def published_rloo(case: Case) -> Result:
     """arXiv 2402.14740: (R_i - mean of the other R) * grad log pi(y_i), with R = r - 0.05 * log(pi(y) / pi_ref(y)).
 
-    Each token has its ratio r to the proximal policy, 1 in the paper's single update, and no clip.
+    Each token has its ratio r to the proximal policy, 1 in the paper's single update, and no clip. What was paid before
+    a token, which its choice cannot change, is left out of its R (ours).
     """
     gradient, rows, loss = np.zeros(len(case.mask)), rows_of(case), 0.0
     gaps = np.add.reduceat(case.proximal - case.reference, np.cumsum([0, *case.lengths[:-1]]))
@@ -106,11 +172,18 @@ def published_rloo(case: Case) -> Result:
     for row, tokens in rows:
         group, sample = divmod(row, returns.shape[1])
         others = np.delete(returns[group], sample)
-        advantage = returns[group, sample] - others[~np.isnan(others)].mean()
+        paid = 0.05 * np.array([gaps_before(case, row, t) for t in tokens])
+        advantages = returns[group, sample] + paid - others[~np.isnan(others)].mean()
         ratios = np.exp(case.current[tokens] - case.proximal[tokens])
-        loss -= advantage * ratios.sum() / len(rows)
-        gradient[tokens] = -advantage * ratios / len(rows)
+        loss -= (advantages * ratios).sum() / len(rows)
+        gradient[tokens] = -advantages * ratios / len(rows)
     return loss, gradient
+
+
+def gaps_before(case: Case, row: int, token: int) -> float:
+    """Sum of log(pi / pi_ref) over the row's tokens before one."""
+    before = (case.rows == row) & (np.arange(len(case.rows)) < token)
+    return float((case.proximal - case.reference)[before].sum())
 
 
 def published_reinforce(case: Case) -> Result:
@@ -127,6 +200,31 @@ def published_reinforce(case: Case) -> Result:
     return loss, gradient
 
 
+def published_reinforce_pp(case: Case) -> Result:
+    """arXiv 2501.03262: A_t = r - 0.01 * sum of log(pi / pi_ref) from t on, whitened over the batch, in a clipped loss.
+
+    The mean that is subtracted is that of samples rather than of tokens (ours).
+    """
+    gaps = np.add.reduceat(case.proximal - case.reference, np.cumsum([0, *case.lengths[:-1]]))
+    returns = case.rewards.reshape(-1) - 0.01 * gaps
+    advantages = np.zeros(len(case.mask))
+    for row, tokens in rows_of(case):
+        for t in tokens:
+            advantages[t] = returns[row] + 0.01 * gaps_before(case, row, t) - np.nanmean(returns)
+    advantages /= np.std(advantages[case.mask], ddof=1) + 1e-6
+    return clipped_token_mean(case, advantages)
+
+
+def clipped_token_mean(case: Case, advantages: np.ndarray) -> Result:
+    """Mean over tokens of PPO's clipped loss."""
+    loss, gradient, num_tokens = 0.0, np.zeros(len(case.mask)), case.mask.sum()
+    for t in np.flatnonzero(case.mask):
+        value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[t], 0.8, 1.2)
+        loss -= value / num_tokens
+        gradient[t] -= slope / num_tokens
+    return loss, gradient
+
+
 def published_ppo(case: Case) -> Result:
     """arXiv 1707.06347 eqs. 7 and 11 (gamma 1, lambda 0.95), per-token KL in the reward as in arXiv 2203.02155 eq. 2.
 
@@ -140,13 +238,7 @@ def published_ppo(case: Case) -> Result:
         deltas = rewards + np.append(case.values[tokens][1:], 0.0) - case.values[tokens]
         for place, t in enumerate(tokens):
             advantages[t] = sum(0.95**step * delta for step, delta in enumerate(deltas[place:]))
-    advantages = advantages / (np.std(advantages[case.mask], ddof=1) + 1e-6)
-    loss, gradient, num_tokens = 0.0, np.zeros(len(case.mask)), case.mask.sum()
-    for t in np.flatnonzero(case.mask):
-        value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[t], 0.8, 1.2)
-        loss -= value / num_tokens
-        gradient[t] -= slope / num_tokens
-    return loss, gradient
+    return clipped_token_mean(case, advantages / (np.std(advantages[case.mask], ddof=1) + 1e-6))
 
 
 def published_gspo(case: Case) -> Result:
@@ -195,6 +287,12 @@ PUBLISHED: dict[str, Callable[[Case], Result]] = {
     "gspo": published_gspo,
     "cispo": published_cispo,
     "raft": published_raft,
+    "icepop": published_icepop,
+    "m2po": published_m2po,
+    "sapo": published_sapo,
+    "dppo": published_dppo,
+    "reinforce_pp": published_reinforce_pp,
+    "distill": published_distill,
 }
 
 
@@ -208,7 +306,7 @@ def test_preset_is_the_published_algorithm(preset: str, seed: int) -> None:
         case.current[np.flatnonzero(case.mask)[0]] += 3.0  # a ratio above 6
     if preset in ("rloo", "reinforce") and seed == 0:
         case = case.change(proximal=case.current)  # a single update
-    if preset not in ("areal", "gspo"):
+    if preset not in ("areal", "gspo", "icepop", "m2po"):
         case = case.change(behaviour=case.proximal)
     expected_loss, expected_gradient = PUBLISHED[preset](case)
     loss, gradient = compose(case, knobs_of(preset))
