@@ -47,15 +47,19 @@ _ENGINE_COPIES = 3
 A fit to the peaks of one model (134.5 M numbers, float32, resident)."""
 
 
-def architecture_of(config: Config) -> Any:
+def architecture_of(config: Config, *, of_reference: bool = False) -> Any:
     """Return the transformers config of the recipe's model: built in, known by name, of a folder, or downloaded before.
+
+    Or of its reference model, where the recipe names one.
 
     A name with a suffix, such as `-Instruct` or `-Base`, is a known model trained further, of the same sizes.
 
     Raises:
         ConfigError: It is none of them.
     """
-    path = config.model.path
+    path, option = config.model.path, "model.path"
+    if of_reference:
+        path, option = str(config.objective.reference_path), "objective.reference_path"
     if path == "builtin:arith":
         return build_model(config, build_char_tokenizer(alphabet(config))).config
     if known := max((name for name in KNOWN["models"] if f"{path}-".startswith(f"{name}-")), key=len, default=None):
@@ -64,7 +68,7 @@ def architecture_of(config: Config) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except OSError as error:
         raise ConfigError(
-            "model.path must be a folder with config.json, the hub id of a model downloaded before, or one of "
+            f"{option} must be a folder with config.json, the hub id of a model downloaded before, or one of "
             f"{', '.join(KNOWN['models'])}, got {path}{suggestion(path, KNOWN['models'])} (weights are not needed)"
         ) from error
 
@@ -111,7 +115,7 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
 
     A rank keeps its shard of float32 weights, gradients and two moments. FSDP2 gathers what is outside of the layers
     and two layers, one of them ahead, in the compute dtype; the gradient of a layer is on its way in float32.
-    Reference and critic count as large as the policy.
+    A critic counts as large as the policy.
 
     Example: Qwen2.5-7B, 7.62 billion numbers on 8 ranks, keeps 4 x 7.62 / 8 GB = 3.55 GiB of weights; with 1.09
     billion numbers outside of layers of 0.233 billion, 2 x (1.09 + 2 x 0.233) GB = 2.90 GiB more are gathered.
@@ -148,7 +152,11 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         ),
     }
     if objective.kl != "none" and (trainer.lora is None or objective.reference_path is not None):
-        parts["reference model"] = itemsize * numbers["all"] / ranks
+        reference = model
+        if objective.reference_path is not None:
+            with torch.device("meta"):
+                reference = AutoModelForCausalLM.from_config(architecture_of(config, of_reference=True))
+        parts["reference model"] = itemsize * num_parameters(reference)["all"] / ranks
     if objective.baseline == "critic":
         parts["critic"] = 12 * numbers["all"] / ranks  # float32 weights and two moments; its gradients come later
     host = 0.0

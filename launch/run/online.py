@@ -58,7 +58,8 @@ class OnlineController(Controller):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        self._warnings = [stale_warning, spread_warning, growth_warning, link_warning]
+        of_rewards = [] if self._config.objective.reward_scale == 0 else [spread_warning]  # 0: a teacher's alone
+        self._warnings = [stale_warning, *of_rewards, growth_warning, link_warning]
         """Checks of the rows so far that have found nothing yet: each warns once."""
         self._first_version = 0
         self._parity = ParityCheck(

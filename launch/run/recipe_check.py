@@ -94,6 +94,8 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
     tokenizer = _tokenizer(config, folder)
     if config.command != "train":
         return Loaded(config=config, rows=load_offline(config, tokenizer))
+    if config.objective.reference_path is not None:
+        _check_reference(Path(config.objective.reference_path), tokenizer, config)
     return _load_prompts(config, tokenizer, reach)
 
 
@@ -107,6 +109,19 @@ def _check_room(folder: Path) -> None:
             f"the model does not fit: expected weights, gradients and moments of at most {there / 2**30:.1f} GiB, got "
             f"{need / 2**30:.1f} for {numbers / 1e9:.3g} billion parameters. Fix: take a smaller model, or train "
             "adapters alone (trainer.lora); areal-lite estimate shows all that a run needs"
+        )
+
+
+def _check_reference(folder: Path, tokenizer: Tokenizer, config: Config) -> None:
+    """Refuse a reference or teacher that reads the policy's token ids as other tokens, where it has a tokenizer."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    own, theirs = tokenizer.get_vocab(), load_tokenizer(folder, config.model).get_vocab()
+    if differing := [token for token, number in own.items() if theirs.get(token) != number]:
+        token = min(differing, key=own.__getitem__)
+        raise ConfigError(
+            f"objective.reference_path={folder} must have the policy's tokens, got {theirs.get(token)} for {token!r}, "
+            f"which is {own[token]} in the policy's. Fix: name a model with the same tokenizer"
         )
 
 

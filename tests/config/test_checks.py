@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.launch.commands.main import main
 
 OWN = ["arith_cpu", "data.source=jsonl", "data.path=rows.jsonl", "model.warm_start.steps=0"]
@@ -19,6 +20,11 @@ FAULTS = {
     "no such model": ("train", [*OWN[:1], "model.path=./none"], "model.path must be a Hugging Face model folder"),
     "no tokenizer": ("train", [*OWN[:1], "model.path=./model"], "a model folder must hold its tokenizer"),
     "long context": ("train", [*OWN[:1], "model.path=./model", "model.max_context=513"], "was made for, 512, got 513"),
+    "another tokenizer": (
+        "train",
+        [*OWN[:1], "objective.preset=distill", "objective.reference_path=./teacher"],
+        "objective.reference_path={here}/teacher must have the policy's tokens, got ",
+    ),
     "weights that vLLM loads wrongly": ("train", [*OWN[:1], "model.path=./gpt"], "is a gpt_oss model, of which vLLM"),
     "no such column": ("train", [*OWN, "data.path=good.jsonl", "data.answer_column=b"], "has no column 'b' in any row"),
     "no such data": ("train", [*OWN, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
@@ -68,6 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, settings in {"model": {"max_position_embeddings": 512}, "gpt": {"model_type": "gpt_oss"}}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
+    build_char_tokenizer("abc").save_pretrained("teacher")
+    Path("teacher/config.json").write_text("{}")
     Path("mine.py").write_text(
         "def verify(prompt, completion, answer, **row):\n    raise RuntimeError('no')\n"
         "def loss(current_logprobs_T): ...\n"

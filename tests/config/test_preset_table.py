@@ -15,6 +15,7 @@ from areal_lite.config.recipe import load_config, parse_config
 
 CLIPPED, FREE = (0.2, 0.2), (None, None)
 NO_KL, KL_REWARD, KL_LOSS = ("none", None, None), ("reward", "k1", 0.05), ("loss", "k3", 0.04)
+TEACHER = {"reference_path": "teacher"}
 TABLE = {
     # preset: baseline, scale, aggregation, clip low/high, KL
     "areal": ("group_mean", "group_std", "token_mean", CLIPPED, NO_KL),
@@ -27,12 +28,22 @@ TABLE = {
     "gspo": ("group_mean", "group_std", "sequence_mean", (3e-4, 4e-4), NO_KL),
     "cispo": ("group_mean", "group_std", "token_mean", (None, 5.0), NO_KL),
     "raft": ("none", "none", "token_mean", FREE, NO_KL),
+    "icepop": ("group_mean", "group_std", "token_mean", CLIPPED, NO_KL),
+    "m2po": ("group_mean", "group_std", "token_mean", FREE, NO_KL),
+    "sapo": ("group_mean", "group_std", "sequence_mean", FREE, NO_KL),
+    "dppo": ("group_mean", "group_std", "token_mean", (0.15, 0.15), NO_KL),
+    "reinforce_pp": ("batch_mean", "batch_std", "token_mean", CLIPPED, ("reward", "k1", 0.01)),
+    "distill": ("none", "none", "token_mean", FREE, ("loss", "k2", 1.0)),
 }
 """The algorithms as their papers have them, written down apart from the code."""
 
 
 def objective_of(raw: dict[str, Any]) -> ObjectiveConfig:
     return parse_config(raw).objective
+
+
+def preset_of(name: str) -> dict[str, Any]:
+    return {"preset": name} | (TEACHER if name == "distill" else {})
 
 
 def test_the_table_holds_every_preset() -> None:
@@ -42,7 +53,7 @@ def test_the_table_holds_every_preset() -> None:
 @pytest.mark.parametrize("preset", TABLE)
 def test_a_preset_is_a_row_of_the_table(preset: str) -> None:
     """Seen failing with `expand_preset` not called, and with rloo's and reinforce's baselines swapped."""
-    got = objective_of({"objective": {"preset": preset}})
+    got = objective_of({"objective": preset_of(preset)})
     kl = (got.kl, got.kl_estimator, got.kl_coef) if got.kl != "none" else NO_KL
     assert (got.baseline, got.scale, got.aggregation, (got.clip_low, got.clip_high), kl) == TABLE[preset]
 
@@ -56,6 +67,13 @@ def test_what_else_the_table_says() -> None:
     raft = objective_of({"objective": {"preset": "raft"}})
     assert (raft.surrogate, raft.sample_filter) == ("likelihood", "best_of_group")
     assert objective_of({"objective": {"preset": "ppo"}}).gae_lambda == 0.95
+    assert objective_of({"objective": {"preset": "icepop"}}).behaviour_weight_floor == 0.5
+    m2po = objective_of({"objective": {"preset": "m2po"}})
+    assert (m2po.behaviour_filter, m2po.m2po_threshold) == ("m2po", 0.04)
+    sapo = objective_of({"objective": {"preset": "sapo"}})
+    assert (sapo.surrogate, sapo.soft_positive, sapo.soft_negative) == ("soft_ratio", 1.0, 1.05)
+    assert objective_of({"objective": {"preset": "dppo"}}).clip_unit == "probability"
+    assert objective_of({"objective": preset_of("distill")}).reward_scale == 0
 
 
 @pytest.mark.parametrize("preset", TABLE)
@@ -64,7 +82,7 @@ def test_every_preset_is_decoupled_by_default(preset: str) -> None:
 
     Seen failing with `behaviour_weight: none` as default, and with gspo's weight per token, or a product.
     """
-    got = objective_of({"objective": {"preset": preset}})
+    got = objective_of({"objective": preset_of(preset)})
     unit = {"token": "token", "sequence": "geometric_mean"}[got.ratio_level]
     assert (got.proximal, got.behaviour_weight, got.behaviour_weight_cap) == ("recompute", unit, 5.0)
 
@@ -94,6 +112,12 @@ COMBINATIONS = [
     ({"preset": "raft", "kl": "reward", "kl_coef": 1.0}, ["objective.kl=reward", "surrogate=likelihood"]),
     ({"preset": "raft", "overlong_buffer": 0.1}, ["objective.overlong_buffer", "surrogate=likelihood"]),
     ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
+    ({"preset": "cispo", "clip_dual": 3.0}, ["objective.clip_dual=3.0", "=weighted_likelihood", "surrogate=ratio"]),
+    ({"soft_positive": 2.0}, ["objective.soft_positive=2.0", "with objective.surrogate=ratio", "=soft_ratio"]),
+    ({"surrogate": "soft_ratio"}, ["objective.surrogate=soft_ratio clips no ratio", "set both to null"]),
+    ({"preset": "dppo", "ratio_level": "sequence"}, ["objective.clip_unit=probability", "ratio_level=sequence"]),
+    ({"preset": "raft", "behaviour_filter": "m2po"}, ["objective.behaviour_filter=m2po", "uses no advantage"]),
+    ({"preset": "distill"}, ["objective.reward_scale=0", "got no teacher", "objective.reference_path"]),
 ]
 
 
@@ -114,11 +138,13 @@ def test_switching_a_presets_kl_off_takes_its_figures_along() -> None:
 @pytest.mark.parametrize("preset", TABLE)
 def test_only_comparisons_within_a_group_need_more_than_one_sample(preset: str) -> None:
     """Seen failing with every preset refused at one sample per group."""
-    raw = {"objective": {"preset": preset}, "queue": {"samples_per_group": 1}}
-    if preset in ("reinforce", "ppo"):
+    raw = {"objective": preset_of(preset), "queue": {"samples_per_group": 1}}
+    if preset in ("reinforce", "reinforce_pp", "ppo", "distill"):
         assert parse_config(raw).samples_per_step == 16
     else:
-        assert "queue.samples_per_group must be 2 or more with objective." in error_of(raw)
+        message = error_of(raw)
+        assert "queue.samples_per_group must be 2 or more with objective." in message
+        assert "got 1, which has nothing to be compared with: raise it, or compare within the batch" in message
 
 
 def test_the_page_explains_every_knob_and_preset() -> None:

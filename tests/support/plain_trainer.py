@@ -91,9 +91,9 @@ class PlainTrainer:
         plain = [self._plain_row(row, rewards) for row in rows]
         self._score(plain)
         self._credit(plain, rewards)
-        self._filter(plain)
         for minibatch in range(self.config.trainer.minibatches):
             part = [p for p in plain if p.row.minibatch == minibatch]
+            self._filter(part)
             self._update(self.model, self.optimizer, self._policy_loss(part), self.losses)
             if self.objective.baseline == "critic":
                 self._update(self.critic, self.critic_optimizer, self._value_loss(part), self.value_losses)
@@ -220,18 +220,25 @@ class PlainTrainer:
                 }[self.objective.baseline]
                 p.advantages[t] = (self._to_go(p)[t] - baseline) / divisor
 
-    def _filter(self, plain: list[PlainRow]) -> None:
-        """Drop the largest squares until the mean of those that are left is small enough."""
-        squares = sorted((p.proximal[t] - p.behaviour[t]) ** 2 for p in plain for t in range(len(p.mask)) if p.mask[t])
-        while self.objective.behaviour_filter == "m2po" and np.mean(squares) > self.objective.m2po_threshold:
-            squares.pop()
-        for p in plain:
+    @torch.no_grad()
+    def _filter(self, part: list[PlainRow]) -> None:
+        """Of the active tokens, drop the largest squares until the mean of those that are left is small enough."""
+        active: list[tuple[float, int, int]] = []
+        for i, p in enumerate(part):
+            p.kept = p.mask.copy()
             gaps = [a - b for a, b in zip(p.proximal, p.behaviour, strict=True)]
-            p.kept = [m and gap**2 <= squares[-1] + 1e-9 for m, gap in zip(p.mask, gaps, strict=True)]
             if self.objective.behaviour_filter == "geometric" and p.trained:
                 mean = math.exp(sum(gap for gap, m in zip(gaps, p.mask, strict=True) if m) / p.trained)
                 is_near = self.objective.geometric_low <= mean <= self.objective.geometric_high
                 p.kept = [m and is_near for m in p.mask]
+            if self.objective.behaviour_filter == "m2po":
+                now = row_logprobs(self.model, p.row, self.config.rollout.temperature).tolist()
+                moves = [a - b for a, b in zip(now, p.behaviour, strict=True)]
+                active += [(moves[t] ** 2, i, t) for t, m in enumerate(p.mask) if m and moves[t] * p.advantages[t] > 0]
+        active.sort()
+        while active and np.mean([square for square, _, _ in active]) > self.objective.m2po_threshold:
+            _, i, t = active.pop()
+            part[i].kept[t] = False
 
     def _token_weight(self, part: list[PlainRow], p: PlainRow) -> float:
         """What a token of this row weighs in the loss of its update."""
@@ -269,7 +276,7 @@ class PlainTrainer:
                 if not p.kept[t] or (knobs.behaviour_weight != "none" and weight < knobs.behaviour_weight_floor):
                     weight = 0.0
                 ratio = (mean_log_ratio if knobs.ratio_level == "sequence" else current[t] - p.proximal[t]).exp()
-                term = -weight * self._surrogate(ratio, p.advantages[t], current[t])
+                term = -weight * self._surrogate(ratio, p.advantages[t], current[t], math.exp(p.proximal[t]))
                 if knobs.kl == "loss":
                     d = current[t] - p.reference[t]
                     term = (
@@ -282,15 +289,21 @@ class PlainTrainer:
                 loss = loss + self._token_weight(part, p) * (term - knobs.entropy_coef * entropy)
         return loss
 
-    def _surrogate(self, ratio: Tensor, advantage: float, logprob: Tensor) -> Tensor:
+    def _surrogate(self, ratio: Tensor, advantage: float, logprob: Tensor, chance: float) -> Tensor:
         knobs = self.objective
-        low = 0.0 if knobs.clip_low is None else 1 - knobs.clip_low
-        high = math.inf if knobs.clip_high is None else 1 + knobs.clip_high
+        unit = 1.0 if knobs.clip_unit == "ratio" else chance
+        low = 0.0 if knobs.clip_low is None else 1 - knobs.clip_low / unit
+        high = math.inf if knobs.clip_high is None else 1 + knobs.clip_high / unit
         held = ratio.clip(low, high)
         if knobs.surrogate == "likelihood":
             return logprob
         if knobs.surrogate == "weighted_likelihood":
             return held.detach() * advantage * logprob
+        if knobs.surrogate == "soft_ratio":
+            tau = knobs.soft_positive if advantage > 0 else knobs.soft_negative
+            return 4 / tau / (1 + (-tau * (ratio - 1)).exp()) * advantage
+        if knobs.clip_dual is not None and advantage < 0 and ratio.item() > knobs.clip_dual:
+            return ratio.detach() * 0 + knobs.clip_dual * advantage
         # Not torch.minimum: at a tie it halves the gradient between both sides, which is the same only where both move.
         return ratio * advantage if (ratio * advantage <= held * advantage).item() else held * advantage
 

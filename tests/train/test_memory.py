@@ -122,7 +122,8 @@ def test_the_formula_is_within_a_tenth_of_traced_peaks() -> None:
 def test_states_are_exact() -> None:
     """By hand, on 4 ranks: float32 weights, gradients and two moments; a layer's gradient is on its way.
 
-    Gathered in bfloat16: what is outside of the layers, and two of these. Seen failing with one layer.
+    Gathered in bfloat16: what is outside of the layers, and two of these. Seen failing with one layer, and with a
+    teacher as large as the student.
     """
     config = make_config(
         model={"max_context": 256, "compute_dtype": "bfloat16"}, rollout={"max_new_tokens": 200},
@@ -141,6 +142,9 @@ def test_states_are_exact() -> None:
     assert offloaded.peak == size.peak - offloaded.host
     ppo = memory.rank_size(architecture(), make_config(**config_of(config), objective={"preset": "ppo"}))
     assert (ppo.parts["critic"], ppo.parts["reference model"]) == (12 * own, 2 * own)
+    teacher = {"preset": "distill", "reference_path": "Qwen/Qwen3-0.6B"}
+    distilled = memory.rank_size(architecture(), make_config(**config_of(config), objective=teacher))
+    assert distilled.parts["reference model"] == 2 * 596_049_920 / 4
 
 
 def config_of(config: Config, **trainer: Any) -> dict[str, dict[str, Any]]:
