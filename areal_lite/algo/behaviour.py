@@ -151,3 +151,45 @@ def geometric_keep(
     check_tokens(loss_mask_T, log_ratios=log_ratios_T, rows=rows_T)
     means_B = row_means(loss_mask_T, log_ratios_T, rows_T=rows_T, num_rows=num_rows).exp()
     return loss_mask_T & ((means_B >= low) & (means_B <= high))[rows_T]
+
+
+@torch.no_grad()
+def divergence_keep(
+    proximal_logprobs_T: Tensor,
+    *,
+    behaviour_logprobs_T: Tensor,
+    loss_mask_T: Tensor,
+    rows_T: Tensor,
+    num_rows: int,
+    limit: float,
+) -> Tensor:
+    """Return which tokens stay when rows leave whose sampled tokens have become too likely or unlikely.
+
+    A row stays where the mean over its loss-mask tokens of `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` is at most
+    `limit`: the divergence between sampling that token or another one, with `p = pi_behaviour`, `q = pi_proximal`.
+
+    Args:
+        proximal_logprobs_T: [T] under the weights of the moment the batch was taken, in nats.
+        behaviour_logprobs_T: [T] under the weights that sampled each token.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        rows_T: [T] int64, the row of each token.
+        num_rows: B.
+        limit: Largest mean divergence in nats, > 0.
+
+    Returns:
+        [T] booleans, a part of the loss mask; a row whose mean is no number leaves.
+
+    Raises:
+        ValueError: The shapes differ, or the mask is not boolean.
+
+    Source:
+        The trust region of FlashREINFORCE, as NVIDIA-NeMo/labs-molt has it: probabilities are kept within 1e-6 of 0
+        and 1.
+    """
+    check_tokens(loss_mask_T, proximal=proximal_logprobs_T, behaviour=behaviour_logprobs_T, rows=rows_T)
+    p, q = (
+        logprobs_T.double().exp().clamp(1e-6, 1 - 1e-6) for logprobs_T in (behaviour_logprobs_T, proximal_logprobs_T)
+    )
+    divergences_T = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    means_B = row_means(loss_mask_T, divergences_T, rows_T=rows_T, num_rows=num_rows)
+    return loss_mask_T & (means_B <= limit)[rows_T]

@@ -114,15 +114,18 @@ class ObjectiveConfig(LossConfig):
     """what happens above the cap: no gradient, or the cap itself"""
     behaviour_weight_floor: float = Field(0.0, ge=0)
     """smallest w; a token below it has no gradient"""
-    behaviour_filter: Literal["none", "m2po", "geometric"] = "none"
-    """m2po: drop tokens that moved the way their advantage pushes until the second moment fits; geometric: drop far-off
-    sequences"""
+    behaviour_filter: Literal["none", "m2po", "geometric", "binary_kl"] = "none"
+    """m2po: drop tokens that moved the way their advantage pushes until the second moment fits; geometric, binary_kl:
+    drop far-off sequences"""
     m2po_threshold: float = Field(0.04, gt=0)
     """largest mean of their (log pi_current / pi_behaviour)^2 (behaviour_filter: m2po)"""
     geometric_low: float = Field(0.5, gt=0)
     """smallest geometric mean of w (behaviour_filter: geometric)"""
     geometric_high: float = Field(2.0, gt=0)
     """largest geometric mean of w (behaviour_filter: geometric)"""
+    binary_kl_limit: float = Field(0.003, gt=0)
+    """largest mean over a sequence of the divergence, in nats, between sampling its token or another one
+    (behaviour_filter: binary_kl)"""
 
     def _problems(self) -> Iterable[str]:
         if self.preset not in PRESETS and not self.preset.endswith((".yaml", ".yml")):

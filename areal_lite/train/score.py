@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from areal_lite.algo.behaviour import geometric_keep, m2po_keep
+from areal_lite.algo.behaviour import divergence_keep, geometric_keep, m2po_keep
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
@@ -81,26 +82,24 @@ def filter_tokens(batch: PolicyBatch, number: int, *, policy: nn.Module, config:
     if objective.behaviour_filter == "m2po" and number > 0:
         current_T = fill_in(current_T, update, model=policy, output=_sampled_logprobs(config))
     places_T = torch.cat([part.tokens_T for part in update])
-    chosen, log_ratios_T = tokens.at(places_T), (current_T - tokens.behaviour_logprobs_T)[places_T]
-    mask_T = chosen.loss_mask_T
+    chosen, current_T = tokens.at(places_T), current_T[places_T]
+    log_ratios_T, mask_T = current_T - chosen.behaviour_logprobs_T, chosen.loss_mask_T
+    by_row: dict[str, Any] = {"loss_mask_T": mask_T, "rows_T": chosen.rows_T, "num_rows": len(batch.lengths_B)}
     if objective.behaviour_filter == "geometric":
-        tokens.kept_T[places_T] = geometric_keep(
-            log_ratios_T,
-            loss_mask_T=mask_T,
-            rows_T=chosen.rows_T,
-            num_rows=len(batch.lengths_B),
-            low=objective.geometric_low,
-            high=objective.geometric_high,
-        )
-        return
-    everyones_T, mine = gather_over_ranks(log_ratios_T[mask_T])
-    kept_T = m2po_keep(
-        everyones_T,
-        advantages_T=gather_over_ranks(chosen.advantages_T[mask_T])[0],
-        loss_mask_T=torch.ones_like(everyones_T, dtype=torch.bool),
-        threshold=objective.m2po_threshold,
-    )
-    tokens.kept_T[places_T[mask_T]] = kept_T[mine]
+        kept_T = geometric_keep(log_ratios_T, low=objective.geometric_low, high=objective.geometric_high, **by_row)
+    elif objective.behaviour_filter == "binary_kl":
+        known_T, limit = chosen.behaviour_logprobs_T, objective.binary_kl_limit
+        kept_T = divergence_keep(current_T, behaviour_logprobs_T=known_T, limit=limit, **by_row)
+    else:
+        everyones_T, mine = gather_over_ranks(log_ratios_T[mask_T])
+        kept_T = mask_T.clone()
+        kept_T[mask_T] = m2po_keep(
+            everyones_T,
+            advantages_T=gather_over_ranks(chosen.advantages_T[mask_T])[0],
+            loss_mask_T=torch.ones_like(everyones_T, dtype=torch.bool),
+            threshold=objective.m2po_threshold,
+        )[mine]
+    tokens.kept_T[places_T] = kept_T
 
 
 def _sampled_logprobs(config: Config) -> Output:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from algo_builders import Case, make_case, tensor
 
-from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
+from areal_lite.algo.behaviour import behaviour_weights, divergence_keep, geometric_keep, m2po_keep
 
 NAN = float("nan")
 
@@ -191,6 +191,30 @@ def test_geometric_filter_against_numpy() -> None:
             mean = np.prod(np.exp(log_ratios[inside])) ** (1 / inside.sum()) if inside.any() else NAN
             np.testing.assert_array_equal(keep[case.rows == row], inside[case.rows == row] & (0.7 <= mean <= 1.4))
         assert 0 < keep.sum() < case.mask.sum()
+
+
+def test_divergence_filter_against_numpy() -> None:
+    """Seen failing with the two policies exchanged, with the sum for the mean, and with masked tokens in the count."""
+    num_kept = 0
+    for seed in range(3):
+        case = make_case(seed)
+        behaviour = np.where(case.mask, case.behaviour.clip(max=-1e-9), NAN)
+        keep = divergence_keep(
+            tensor(case.proximal),
+            behaviour_logprobs_T=tensor(behaviour),
+            loss_mask_T=tensor(case.mask),
+            rows_T=tensor(case.rows),
+            num_rows=len(case.lengths),
+            limit=0.1,
+        ).numpy()
+        p, q = np.exp(behaviour).clip(1e-6, 1 - 1e-6), np.exp(case.proximal)
+        parts = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+        for row in range(len(case.lengths)):
+            inside = (case.rows == row) & case.mask
+            stays = inside & (bool(inside.any()) and parts[inside].mean() <= 0.1)
+            np.testing.assert_array_equal(keep[case.rows == row], stays[case.rows == row])
+        num_kept += keep.sum() / case.mask.sum()
+    assert 0.3 < num_kept < 2.7
 
 
 @pytest.mark.parametrize("value", [NAN, np.inf, -np.inf, 1e6, -1e6])

@@ -15,7 +15,7 @@ from areal_lite.algo.advantages import (
     std_from_sums,
 )
 from areal_lite.algo.aggregation import aggregate
-from areal_lite.algo.behaviour import behaviour_weights, m2po_keep
+from areal_lite.algo.behaviour import behaviour_weights, divergence_keep, m2po_keep
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import kl_penalty, policy_loss
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
@@ -105,6 +105,15 @@ def compose(case: Case, knobs: ObjectiveConfig) -> tuple[float, np.ndarray]:
             advantages_T=advantages_T,
             loss_mask_T=mask_T,
             threshold=knobs.m2po_threshold,
+        )
+        behaviour_T = torch.where(kept_T, behaviour_T, 0.0)
+    if knobs.behaviour_filter == "binary_kl":
+        kept_T = divergence_keep(
+            tensor(case.proximal),
+            behaviour_logprobs_T=tensor(case.behaviour),
+            loss_mask_T=mask_T,
+            limit=knobs.binary_kl_limit,
+            **everything,
         )
         behaviour_T = torch.where(kept_T, behaviour_T, 0.0)
     loss, _ = policy_loss(

@@ -231,6 +231,10 @@ class PlainTrainer:
                 mean = math.exp(sum(gap for gap, m in zip(gaps, p.mask, strict=True) if m) / p.trained)
                 is_near = self.objective.geometric_low <= mean <= self.objective.geometric_high
                 p.kept = [m and is_near for m in p.mask]
+            if self.objective.behaviour_filter == "binary_kl" and p.trained:
+                pairs = [(math.exp(p.behaviour[t]), math.exp(p.proximal[t])) for t, m in enumerate(p.mask) if m]
+                parts = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in pairs]
+                p.kept = [m and sum(parts) / len(parts) <= self.objective.binary_kl_limit for m in p.mask]
             if self.objective.behaviour_filter == "m2po":
                 now = row_logprobs(self.model, p.row, self.config.rollout.temperature).tolist()
                 moves = [a - b for a, b in zip(now, p.behaviour, strict=True)]

@@ -256,6 +256,18 @@ def reinforce_pp_slopes(drawn: list[int], pair: list[list[Token]]) -> list[list[
     return [[advantage / std if std > 1e-6 else advantage for advantage in row] for row in advantages]
 
 
+def flash_reinforce_slopes(drawn: list[int], pair: list[list[Token]]) -> list[list[float]]:
+    """w (r - mean) of rows whose mean binary KL is at most 0.003, times the pair's tokens per row's token and row."""
+    rewards, num_tokens = REWARDS_S[drawn].numpy(), len(pair[0]) + len(pair[1])
+    slopes = []
+    for row, reward in zip(pair, rewards, strict=True):
+        chances = [(np.exp(BEHAVIOUR_XV[token]), np.exp(CURRENT_XV[token])) for token in row]
+        divergence = np.mean([p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)) for p, q in chances])
+        share = (reward - rewards.mean()) * (divergence <= 0.003) * num_tokens / (2 * len(row))
+        slopes.append([share * q / p for p, q in chances])
+    return slopes
+
+
 def distill_slopes(_: list[int], pair: list[list[Token]]) -> list[list[float]]:
     """w times log pi_teacher - log pi, w = pi / pi_behaviour."""
     return [
@@ -266,11 +278,16 @@ def distill_slopes(_: list[int], pair: list[list[Token]]) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("preset", "slopes_of", "is_old"),
-    [("m2po", m2po_slopes, True), ("reinforce_pp", reinforce_pp_slopes, False), ("distill", distill_slopes, True)],
+    [
+        ("m2po", m2po_slopes, True),
+        ("reinforce_pp", reinforce_pp_slopes, False),
+        ("flash_reinforce", flash_reinforce_slopes, True),
+        ("distill", distill_slopes, True),
+    ],
 )
 def test_presets_with_a_weight_per_token(preset: str, slopes_of: Any, is_old: bool, monkeypatch: Any) -> None:
     """On old samples too. Seen failing with m2po's mean over all tokens, with whole returns instead of those from the
-    token on (reinforce_pp), and with k3 or without the behaviour weight (distill)."""
+    token on (reinforce_pp), without the filter (flash_reinforce), and with k3 or without the behaviour weight (distill)."""
     config = recipe(preset=preset, **({"reference_path": "teacher"} if preset == "distill" else {}))
     step_XV = trainer_step(
         config,

@@ -109,6 +109,23 @@ def published_dppo(case: Case) -> Result:
     return loss, gradient
 
 
+def published_flash_reinforce(case: Case) -> Result:
+    """(r - mean) * pi / pi_behaviour * log pi, means of rows, without rows whose mean binary KL is above 0.003.
+
+    (NVIDIA-NeMo/labs-molt, flash_reinforce.) A weight above 5 counts as 0 (ours).
+    """
+    loss, gradient, rows = 0.0, np.zeros(len(case.mask)), rows_of(case)
+    for row, tokens in rows:
+        p, q = np.exp(case.behaviour[tokens]), np.exp(case.proximal[tokens])
+        if (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean() > 0.003:
+            continue
+        advantage = case.rewards.reshape(-1)[row] - np.nanmean(case.rewards)
+        ratios = np.exp(case.current[tokens] - case.behaviour[tokens]) * (q / p <= 5)
+        loss -= advantage * ratios.sum() / (len(rows) * len(tokens))
+        gradient[tokens] = -advantage * ratios / (len(rows) * len(tokens))
+    return loss, gradient
+
+
 def published_distill(case: Case) -> Result:
     """The gradient of policy-gradient distillation, advantage log pi_teacher - log pi, averaged over tokens.
 
@@ -292,6 +309,7 @@ PUBLISHED: dict[str, Callable[[Case], Result]] = {
     "sapo": published_sapo,
     "dppo": published_dppo,
     "reinforce_pp": published_reinforce_pp,
+    "flash_reinforce": published_flash_reinforce,
     "distill": published_distill,
 }
 
@@ -306,7 +324,10 @@ def test_preset_is_the_published_algorithm(preset: str, seed: int) -> None:
         case.current[np.flatnonzero(case.mask)[0]] += 3.0  # a ratio above 6
     if preset in ("rloo", "reinforce") and seed == 0:
         case = case.change(proximal=case.current)  # a single update
-    if preset not in ("areal", "gspo", "icepop", "m2po"):
+    if preset == "flash_reinforce":  # half of the rows near enough to stay
+        near = np.repeat(np.where(np.arange(len(case.lengths)) % 2, 1.0, 0.03), case.lengths)
+        case = case.change(behaviour=case.proximal + near * (case.behaviour - case.proximal))
+    if preset not in ("areal", "gspo", "icepop", "m2po", "flash_reinforce"):
         case = case.change(behaviour=case.proximal)
     expected_loss, expected_gradient = PUBLISHED[preset](case)
     loss, gradient = compose(case, knobs_of(preset))

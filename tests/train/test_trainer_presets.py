@@ -31,6 +31,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "kl-loss-k2": {"objective": {"kl": "loss", "kl_estimator": "k2", "kl_coef": 0.3}},
     "penalty-ppo": {"objective": {"clip_low": None, "clip_high": None, "proximal_kl_coef": 0.7}},
     "dual-clip": {"objective": {"clip_low": None, "clip_high": None, "clip_dual": 1.01}},
+    "binary-kl": {"objective": {"behaviour_filter": "binary_kl", "binary_kl_limit": 1e-5}},
     "entropy": {"objective": {"entropy_coef": 0.1}},
     "discount": {"objective": {"gamma": 0.9}},
     "shaping": {"objective": {"reward_scale": 3.0, "reward_bias": -1.0, "reward_clip": 1.5, "baseline": "none"}},
@@ -167,7 +168,7 @@ def test_only_the_critic_learns_while_it_warms_up(model_folder: str, rows: list[
 # --- groups of one sample ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["reinforce", "reinforce_pp", "ppo"])
+@pytest.mark.parametrize("preset", ["reinforce", "reinforce_pp", "flash_reinforce", "ppo"])
 def test_groups_of_one_sample_train(model_folder: str, preset: str) -> None:
     """Nothing is compared within a group: twelve groups of one are as good as three of four."""
     rows = make_rows(groups=12, samples=1)
