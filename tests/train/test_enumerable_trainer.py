@@ -287,7 +287,8 @@ def distill_slopes(_: list[int], pair: list[list[Token]]) -> list[list[float]]:
 )
 def test_presets_with_a_weight_per_token(preset: str, slopes_of: Any, is_old: bool, monkeypatch: Any) -> None:
     """On old samples too. Seen failing with m2po's mean over all tokens, with whole returns instead of those from the
-    token on (reinforce_pp), without the filter (flash_reinforce), and with k3 or without the behaviour weight (distill)."""
+    token on (reinforce_pp), without the filter (flash_reinforce), and with k3 (distill).
+    """
     config = recipe(preset=preset, **({"reference_path": "teacher"} if preset == "distill" else {}))
     step_XV = trainer_step(
         config,

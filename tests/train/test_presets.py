@@ -326,7 +326,7 @@ def test_preset_is_the_published_algorithm(preset: str, seed: int) -> None:
         case = case.change(proximal=case.current)  # a single update
     if preset == "flash_reinforce":  # half of the rows near enough to stay
         near = np.repeat(np.where(np.arange(len(case.lengths)) % 2, 1.0, 0.03), case.lengths)
-        case = case.change(behaviour=case.proximal + near * (case.behaviour - case.proximal))
+        case = case.change(behaviour=np.minimum(case.proximal + near * (case.behaviour - case.proximal), -0.01))
     if preset not in ("areal", "gspo", "icepop", "m2po", "flash_reinforce"):
         case = case.change(behaviour=case.proximal)
     expected_loss, expected_gradient = PUBLISHED[preset](case)
