@@ -25,7 +25,7 @@ from areal_lite.record.run_folder import RunFolder
 
 S = TypeVar("S", bound=Section)
 
-EVALUATED = ("data", "rollout", "verifier")
+EVALUATED = ("data", "rollout", "verifier", "reward_watch")
 """The sections that an evaluation reads."""
 
 

@@ -77,7 +77,7 @@ class Recorder:
 
     def _add_earlier(self, event: Event) -> None:
         if event["kind"] == "eval":
-            kept = {key: event[key] for key in _EVALUATED if key in event}
+            kept = {key: event[key] for key in OF_EVALUATIONS if key in event}
             self.evaluations[event["step"]] = table(event.get("figures")) or kept
 
     def feed(self, events: Sequence[Event]) -> None:
@@ -129,7 +129,8 @@ class Recorder:
         self._track(lambda tracker: tracker.close())
 
 
-_EVALUATED: tuple[str, ...] = ("accuracy", "called", "by_source", "parts", "metrics")
+OF_EVALUATIONS = ("accuracy", "called", "by_source", "parts", "metrics", "rewards", "watched")
+"""What is kept of an evaluation's event, also over a resume."""
 _PARITY = ("mean", "p99", "max")
 """Of |engine - trainer| log-probabilities."""
 _RATES = ("samples_per_s", "gen_tokens_per_s", "rollout_occupancy")

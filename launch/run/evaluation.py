@@ -13,7 +13,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
-from areal_lite.record.recorder import OnlineRecorder
+from areal_lite.record.recorder import OF_EVALUATIONS, OnlineRecorder
 from areal_lite.record.reward_watch import WATCHED, Alarm, alarm, by_verifier
 from areal_lite.types import GIVEN, Prompt, Sample, means
 from areal_lite.verify.protocol import Reply
@@ -109,9 +109,7 @@ class Evaluations:
         result = self._result(self._pairs, replies)
         self.end()
         if result["problems"]:
-            kept = ("by_source", "called", "parts", "metrics", "rewards", "watched")
-            figures = {name: result[name] for name in kept}
-            self._recorder.evaluation(self._step, result["accuracy"], **figures)
+            self._recorder.evaluation(self._step, **{name: result[name] for name in OF_EVALUATIONS})
             self._lane.emit("eval", start=self._start, **result)
         self._view.print(in_words(result), style="" if result["problems"] else "red")
         if self.alarm is None and (found := alarm(self._recorder.evaluations)) is not None:

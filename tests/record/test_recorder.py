@@ -291,7 +291,8 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     """
     samples = [{"end": 1.0, "tokens": 20, "spans": []}]
     group = event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)
-    figures = {"start": 1.5, "problems": 4, "accuracy": 0.25, "parts": {"right": 0.5}, "metrics": {}}
+    kept = {"accuracy": 0.25, "parts": {"right": 0.5}, "metrics": {}, "rewards": {"a": 1.0}, "watched": {"truth": {}}}
+    figures = {"start": 1.5, "problems": 4, **kept}
     recorder.feed([group, event(2.0, "controller", "eval", step=0, **figures)])
     for step in (1, 2):
         clock.now += 10.0
@@ -300,7 +301,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
 
     clock.now += 5000.0
     again = OnlineRecorder(config, folder)
-    assert again.evaluations == {0: {"accuracy": 0.25, "parts": {"right": 0.5}, "metrics": {}}}
+    assert again.evaluations == {0: kept}
     assert [row["step"] for row in again.rows] == [1, 2]
     again.feed([group])
     for step in (3, 4):
