@@ -6,6 +6,7 @@ once, event by event, so that a log of any length takes no memory.
 
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
@@ -43,6 +44,28 @@ from areal_lite.types import Group, Sample
 logger = logging.getLogger(__name__)
 
 
+class _Rows(Sequence[dict[str, Any]]):
+    """A run's rows, each kept as 2 KB of JSON, of which Python's objects take 7."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._texts = [json.dumps(row) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        found = self._texts[index]
+        return [*map(json.loads, found)] if isinstance(found, list) else dict(json.loads(found))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        self._texts.append(json.dumps(row, default=float))
+
+
 class Recorder:
     """What every kind of run writes."""
 
@@ -53,7 +76,7 @@ class Recorder:
         if (port := run.prometheus_port) is not None:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
         self._place = {"commit": commit_of_code(), "machine": machine_in_words()}  # now: files may change later
-        self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
+        self.rows = _Rows(folder.iterate("metrics.jsonl"))
         """Rows of `metrics.jsonl`, those of earlier starts included."""
         self.stopped_by = ""
         """What asked the run to stop early: Ctrl-C, a signal, ...; the status names an error."""

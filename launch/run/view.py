@@ -44,7 +44,9 @@ class View:
         self._live: Live | None = None
         self._plain_every_s, self._plain_at = plain_every_s, -plain_every_s
         self._started, self._first_step = time.monotonic(), 0
-        self._rows: list[Row] = []
+        self._row: Row = {}
+        self._goals: list[float | None] = []
+        """The first figure of the panel in each row so far: a whole row takes kilobytes."""
         self._evaluations: Mapping[int, Row] = {}
 
     def print(self, text: str, *, style: str = "") -> None:
@@ -53,7 +55,7 @@ class View:
 
     def begin(self, *, first_step: int) -> None:
         """Start showing steps."""
-        self._started, self._first_step, self._rows = time.monotonic(), first_step, []
+        self._started, self._first_step, self._row, self._goals = time.monotonic(), first_step, {}, []
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=_REFRESH_PER_S)
             self._live.start()
@@ -66,7 +68,8 @@ class View:
             evaluations: Figures over the held-out rows, by completed steps.
             shares: Of the time so far, by the names of `SHARES`.
         """
-        self._rows.append({**row, **(shares or {})})
+        self._row = {**row, **(shares or {})}
+        self._goals.append(row[next(metric.name for metric in self._metrics if metric.panel)])
         self._evaluations = evaluations
         is_due = time.monotonic() - self._plain_at >= self._plain_every_s
         if self._live is None and (is_due or row["step"] == self._config.run.steps):
@@ -82,15 +85,14 @@ class View:
 
     def _facts(self) -> dict[str, str]:
         """Return the text of each row of the panel: first the goal of training, then held-out figures."""
-        row = self._rows[-1] if self._rows else {}
         declared: dict[str, list[str]] = {}
         for metric in self._metrics:
             if metric.panel is not None:
-                declared.setdefault(metric.panel[0], []).append(metric.words(row, **self._bounds))
+                declared.setdefault(metric.panel[0], []).append(metric.words(self._row, **self._bounds))
         first, *others = ((label, "; ".join(filter(None, words))) for label, words in declared.items())
         facts = dict([first, ("held out", self._held_out()), *others])
         if isinstance(self._config, Config):
-            facts |= {"scoring": _scoring(row), "groups": _flow(row.get("ledger", {}))}
+            facts |= {"scoring": _scoring(self._row), "groups": _flow(self._row.get("ledger", {}))}
         return facts
 
     def _render(self) -> RenderableType:
@@ -98,19 +100,18 @@ class View:
         columns = Column(style="dim", no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
         table = Table.grid(*columns, padding=(0, 2), expand=True)
         (label, text), *others = self._facts().items()
-        if self._rows:
-            goal = next(metric.name for metric in self._metrics if metric.panel)
-            values = [float(row[goal]) for row in self._rows if row[goal] is not None]
+        if self._row:
+            values = [float(value) for value in self._goals if value is not None]
             now, _, parts = text.partition("; ")
             table.add_row(label, Text.assemble((now, "bold"), (f"  {sparkline(values)}  ", "green"), (parts, "dim")))
         else:
             table.add_row(label, "waiting for the first batch ...")
         for label, text in others:
-            table.add_row(label, Text(text if self._rows or label == "held out" else ""))
+            table.add_row(label, Text(text if self._row or label == "held out" else ""))
         return Panel(Group(self._head(), "", table), title="areal-lite", title_align="left", border_style="cyan")
 
     def _head(self) -> Table:
-        total, step = self._config.run.steps, self._first_step + len(self._rows)
+        total, step = self._config.run.steps, self._first_step + len(self._goals)
         columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
         head = Table.grid(*columns, padding=(0, 2), expand=True)
         head.add_row(
@@ -132,7 +133,7 @@ class View:
         return figures + (f" (step {steps[-1]})" if len(steps) > 1 else "")
 
     def _time_left(self) -> str:
-        done = len(self._rows)
+        done = len(self._goals)
         if done == 0:
             return "-"
         left = (time.monotonic() - self._started) / done * max(self._config.run.steps - self._first_step - done, 0)

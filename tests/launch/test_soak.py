@@ -30,7 +30,8 @@ COMPARED_S = 120
 LONGEST_PAUSE_S = 60
 SHORTEST_S = 300
 """A process that is watched for less, as it was killed, is not compared."""
-MOST_GROWTH = 0.02
+MOST_GROWTH, MOST_MIB = 0.02, 2
+"""A process may grow by the larger of the two: Ray's smallest processes come and go by a megabyte of their twelve."""
 HEADROOM = 0.4
 """Share of the machine's memory, above what is in use before the run, where Ray's monitor begins to kill."""
 FILL = """
@@ -107,7 +108,11 @@ def use_up_memory(threshold: float, run: DrilledRun) -> tuple[str, str]:
 
 @pytest.mark.soak
 def test_a_run_survives_kills_of_every_kind_and_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger balances, every death is named, and no process grows by more than 2 % in the last twenty minutes."""
+    """The ledger balances, every death is named, and no process grows by more than 2 % in the last twenty minutes.
+
+    Seen failing with oneDNN's 1,024 kernels in an engine, the record of calls in Ray's head (+151 %), and rows of
+    metrics held as Python's objects, twice, in the controller (+4.5 %).
+    """
     faulthandler.cancel_dump_traceback_later()  # pytest ends a test after faulthandler_timeout
     threshold = min(0.85, psutil.virtual_memory().percent / 100 + HEADROOM)
     for name, fault in {"memory-monitor": partial(use_up_memory, threshold), **SPARES}.items():
@@ -137,4 +142,8 @@ def test_a_run_survives_kills_of_every_kind_and_does_not_grow(tmp_path: Path, mo
     assert run.problems == []
     assert {"memory-monitor", *KILLS, *SPARES} == {outcome["fault"] for outcome in run.outcomes}
     assert len(grown) > 5
-    assert {name: sizes for name, sizes in grown.items() if sizes[1] / sizes[0] - 1 > MOST_GROWTH} == {}
+    assert {
+        name: (first, last)
+        for name, (first, last) in grown.items()
+        if last - first > max(MOST_GROWTH * first, MOST_MIB)
+    } == {}

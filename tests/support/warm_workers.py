@@ -61,10 +61,10 @@ def warm_ray(folder: Path) -> Iterator[None]:
     import ray
     from ray._private import worker
 
-    from areal_lite.launch.run.ray_session import NO_SPARE_WORKERS
+    from areal_lite.launch.run.ray_session import OWN_RAY
 
     with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
-        for name, value in {ADDRESS: f"warm-workers-{os.getpid()}", **NO_SPARE_WORKERS}.items():
+        for name, value in {ADDRESS: f"warm-workers-{os.getpid()}", **OWN_RAY}.items():
             patches.setenv(name, value)
         environment = {"py_executable": f"{sys.executable} {__file__}"}
         ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env=environment)
