@@ -56,10 +56,7 @@ def test_a_meaningless_combination_is_refused(data: dict[str, Any], words: list[
     "data",
     [
         {**FILE, "columns": {"b": "a", "a": "b"}, "verifier": "exact"},
-        {
-            "mix": {"a": {"weight": 2}, "b-1.x_y": {**GYM, "verifier": "mine"}},
-            "curriculum": 0.5,
-        },
+        {"mix": {"a": {"weight": 2}, "b-1.x_y": {**GYM, "verifier": "mine"}}, "curriculum": 0.5},
         {"mix": {"only": FILE}},
     ],
 )

@@ -191,13 +191,7 @@ def test_runs_are_equal_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["rlhf_sft"],
-        ["arith_cpu", "run.dir=x"],
-        ["arith_cpu", "--out", "."],
-        ["arith_cpu", "--faults", "nod"],
-    ],
+    "words", [["rlhf_sft"], ["arith_cpu", "run.dir=x"], ["arith_cpu", "--out", "."], ["arith_cpu", "--faults", "nod"]]
 )
 def test_what_cannot_be_drilled_is_refused_before_anything_starts(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -25,11 +25,5 @@ def test_a_program_that_runs_a_recipe_is_left_as_it_was(loop_folder: Path) -> No
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     started = set(seen.pop("started"))
-    assert seen == {
-        "status": "done",
-        "changed by imports": [],
-        "changed by the run": [],
-        "patched": [],
-        "prints": True,
-    }
+    assert seen == {"status": "done", "changed by imports": [], "changed by the run": [], "patched": [], "prints": True}
     assert {"dashboard", "log_monitor", "monitor", "raylet", "gcs_server"} <= started

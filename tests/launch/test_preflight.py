@@ -22,10 +22,7 @@ def a_cluster(**changes) -> ClusterReport:
     """Two nodes that are alike, but for what is said of the second."""
     other = dataclasses.replace(ALIKE, host="b", **changes)
     return ClusterReport(
-        nodes={"a": ALIKE, "b": other},
-        addresses={"a": "10.0.0.1", "b": "10.0.0.2"},
-        all_reduce=500.0,
-        broadcast=600.0,
+        nodes={"a": ALIKE, "b": other}, addresses={"a": "10.0.0.1", "b": "10.0.0.2"}, all_reduce=500.0, broadcast=600.0
     )
 
 

@@ -269,8 +269,7 @@ def test_dropout_is_off(model_folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capping", "setting", "expected"),
-    [(2.0, "auto", "eager"), (None, "auto", "sdpa"), (None, "eager", "eager")],
+    ("capping", "setting", "expected"), [(2.0, "auto", "eager"), (None, "auto", "sdpa"), (None, "eager", "eager")]
 )
 def test_attention_is_that_which_the_model_needs_or_that_of_the_recipe(
     capping: float | None, setting: str, expected: str, tmp_path: Path

@@ -1,7 +1,6 @@
 """The verifier `judge`, against a small server that answers as the test says."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,15 +86,10 @@ def test_a_busy_or_broken_server_is_unavailable_and_asked_once(
 
 def test_no_server_and_a_silent_one_are_unavailable(server: Server) -> None:
     with pytest.raises(VerifierUnavailable):
-        asyncio.run(judge(base_url=f"http://127.0.0.1:{free_port()}/v1", model="m")("", "", ""))
+        asyncio.run(judge(base_url="http://127.0.0.1:9/v1", model="m")("", "", ""))  # nobody serves port 9
     server.pause_s = 2.0
     with pytest.raises(VerifierUnavailable, match="timed out"):
         ask(server, request_timeout_s=0.2)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_texts_are_put_in_as_they_stand(server: Server) -> None:
@@ -115,12 +109,7 @@ def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"template": "no place"},
-        {"pattern": "score"},
-        {"scale": [10, 0]},
-        {"api_key_env": "NO_SUCH_VARIABLE_IS_SET"},
-    ],
+    [{"template": "no place"}, {"pattern": "score"}, {"scale": [10, 0]}, {"api_key_env": "NO_SUCH_VARIABLE_IS_SET"}],
 )
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
     with pytest.raises(VerifierError, match=next(iter(arguments))):

@@ -155,16 +155,7 @@ def test_idle_is_what_no_interval_covers() -> None:
 
 def check_on_a_cpu(out: Path, *names: str) -> dict[str, dict[str, Any]]:
     """Type the check with these parts, of a smaller model; return the figures of each."""
-    command = [
-        sys.executable,
-        "-m",
-        "areal_lite.launch.commands.main",
-        "bench",
-        "gpu-check",
-        "--cpu",
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, *f"-m areal_lite.launch.commands.main bench gpu-check --cpu --out {out}".split()]
     words = [*(f"--only={name}" for name in names), "model.warm_start.hidden_size=64", "model.warm_start.num_layers=1"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=1800, check=False)
     rows = json.loads((out / "results.json").read_text())["rows"]

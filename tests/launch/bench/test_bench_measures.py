@@ -47,13 +47,7 @@ ENGINE_0 = lane(
 )  # fmt: skip
 # engine 1: one sample runs all the time: slot seconds 12, never idle, never paused.
 ENGINE_1 = lane("rollout/1", (1, "running", 1))
-EVENTS = [
-    *ENGINE_0,
-    *TRAINER,
-    *ENGINE_1,
-    group(5, "rollout/0", [1, 2, 3]),
-    group(6, "rollout/1", [10]),
-]
+EVENTS = [*ENGINE_0, *TRAINER, *ENGINE_1, group(5, "rollout/0", [1, 2, 3]), group(6, "rollout/1", [10])]
 ROWS: list[dict[str, Any]] = [
     {"step": step, "time_s": time_s, "gen_tokens_per_s": rate, "tokens_trained": trained, "reward_mean": reward,
      "age_histogram": ages}

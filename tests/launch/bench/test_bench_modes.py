@@ -14,12 +14,7 @@ from test_bench_measures import EVENTS, ROWS
 from areal_lite.config.recipe import Config
 from areal_lite.launch.bench import harness
 from areal_lite.launch.bench.harness import PlannedRun
-from areal_lite.launch.bench.modes import (
-    Threads,
-    measured_runs,
-    search_runs,
-    thread_settings,
-)
+from areal_lite.launch.bench.modes import Threads, measured_runs, search_runs, thread_settings
 from areal_lite.launch.bench.modes_figures import MODES, best_synchronous, compare, findings
 from areal_lite.launch.commands.main import main
 
