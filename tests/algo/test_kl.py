@@ -1,4 +1,4 @@
-"""KL estimators: values and gradients in each token (in expectation: test_enumerable_off_policy.py); the adaptive
+"""KL estimators: values and gradients in each token (in expectation: train/test_enumerable_knobs.py); the adaptive
 coefficient."""
 
 from typing import Any

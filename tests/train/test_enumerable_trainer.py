@@ -1,14 +1,14 @@
 """Each preset as training runs it, from a shard to the gradient, against its closed form on an enumerable language.
 
-`test_enumerable_language.py` asks what the functions of `algo/` estimate; this file asks whether the trainer's plan and
-loss put them together as the preset's row says: recipe, batch, filters, advantages, denominators, micro-batches. Only
-the model is replaced, by the table of logits.
+The trainer's plan and loss must put the functions of `algo/` together as the preset's row says: recipe, batch, filters,
+advantages, denominators, micro-batches. Only the model is replaced, by the table of logits. Single knobs and old
+samples are in `test_enumerable_knobs.py`.
 
 With groups of two, one batch's step is `1/2 sum of W(y, y') grad log pi(y)` over both orders, `W = 2 * advantage *
 weight of a token`, so that the expected step is the gradient of `sum of pi(y) E[W(y, y')]` with W held fixed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,19 @@ LIMIT = 2
 """rollout.max_new_tokens: the longest sequences are cut off there."""
 
 
-def recipe(**objective: Any) -> Config:
+def recipe(*, groups: int = 1, samples: int = 2, **objective: Any) -> Config:
     return make_config(
-        groups=1,
-        samples=2,
+        groups=groups,
+        samples=samples,
         objective=objective,
         rollout={"temperature": 1.0, "max_new_tokens": LIMIT},
         trainer={"minibatches": 1, "micro_batch_tokens": 4},
     )
 
 
-def shard_of(batch: Batch, behaviour_XV: Tensor) -> Shard:
+def shard_of(batch: Batch, behaviour_XV: Tensor, rewards_NG: Tensor) -> Shard:
     """Build the shard that the queue would hand over: behaviour logprobs, spans, stop reasons, rewards."""
+    num_samples = rewards_NG.shape[1]
     starts = (batch.lengths_B.cumsum(dim=0) - batch.lengths_B).tolist()
     rows = []
     for index, (start, length) in enumerate(zip(starts, batch.lengths_B.tolist(), strict=True)):
@@ -60,29 +61,37 @@ def shard_of(batch: Batch, behaviour_XV: Tensor) -> Shard:
             spans=(VersionSpan(version=0, start=0, end=length),),
             stop_reason=StopReason.STOP if symbols[-1] == 0 else StopReason.LENGTH,
         )
-        rows.append(Row(group_index=0, sample_index=index, minibatch=0, prompt_token_ids=(0,), sample=sample))
-    rewards = draw([REWARDS_S], batch).numpy().astype(np.float32)
-    return Shard(batch_id="0", rank=0, version=0, rewards=rewards, rows=tuple(rows))
+        group, place = divmod(index, num_samples)
+        rows.append(Row(group_index=group, sample_index=place, minibatch=0, prompt_token_ids=(0,), sample=sample))
+    return Shard(batch_id="0", rank=0, version=0, rewards=rewards_NG.numpy().astype(np.float32), rows=tuple(rows))
 
 
 def trainer_step(
     config: Config,
     monkeypatch: pytest.MonkeyPatch,
     *,
+    language: Language = LANGUAGE,
+    rewards_NS: Sequence[Tensor] | None = None,
     reference_XV: Tensor | None = None,
     values_X: Tensor | None = None,
     behaviour_logits_XV: Tensor | None = None,
 ) -> Tensor:
-    """Return the expected step of `UpdateLoss` under a recipe, over all pairs of sequences."""
-    proximal_XV = LOGITS_XV.log_softmax(dim=1)
+    """Return the expected step of `UpdateLoss` under a recipe, over all batches that it may have."""
+    rewards_NS = [language.random_rewards(0)] if rewards_NS is None else rewards_NS
+    logits_XV = language.random_table(1)
+    proximal_XV = logits_XV.log_softmax(dim=1)
     behaviour_XV = proximal_XV if behaviour_logits_XV is None else behaviour_logits_XV.log_softmax(dim=1)
+    if config.objective.proximal == "behaviour":
+        proximal_XV = behaviour_XV
+    num_rows = config.queue.groups_per_step * config.queue.samples_per_group
 
     def loss(batch: Batch, logprobs_XV: Tensor) -> Tensor:
         def table_outputs(_: object, micro_batch: MicroBatch, read: Reading, token_ids_T: Tensor) -> Tensor:
             return read(logprobs_XV[batch.prefixes_T[micro_batch.tokens_T]], token_ids_T)
 
         monkeypatch.setattr(objective_module, "completion_outputs", table_outputs)
-        policy_batch = PolicyBatch.from_shard(shard_of(batch, behaviour_XV), config=config, device=CPU)
+        shard = shard_of(batch, behaviour_XV, draw(rewards_NS, batch))
+        policy_batch = PolicyBatch.from_shard(shard, config=config, device=CPU)
         tokens, kl_coef = policy_batch.tokens, config.objective.kl_coef
         tokens.proximal_logprobs_T = batch.at_tokens(proximal_XV).float()
         tokens.reference_logprobs_T = None if reference_XV is None else batch.at_tokens(reference_XV).float()
@@ -100,7 +109,9 @@ def trainer_step(
         )
         return torch.stack([share_of(part)[0] for part in policy_batch.micro_batches]).sum()
 
-    return expected_step(LANGUAGE, loss, logits_XV=LOGITS_XV, num_rows=2, behaviour_logits_XV=behaviour_logits_XV)
+    return expected_step(
+        language, loss, logits_XV=logits_XV, num_rows=num_rows, behaviour_logits_XV=behaviour_logits_XV
+    )
 
 
 def closed_form(weights_SS: Tensor) -> Tensor:

@@ -1,0 +1,197 @@
+"""What single knobs estimate, as training runs them: the policy's own samples, old samples, KL terms, entropy.
+
+Each is asked what it is *equal to* in expectation: the exact gradient where it is unbiased, its own closed form where
+it is not. Nothing is sampled, so the tolerance is rounding: the trainer's logprobs and weights are float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from enumerable_language import Language, gradient_of, relative_distance
+from test_enumerable_trainer import assert_equal, recipe, trainer_step
+from torch import Tensor
+
+from areal_lite.config.presets import read_preset
+
+LANGUAGE = Language(num_symbols=3, max_length=3)
+TINY = Language(num_symbols=2, max_length=2)
+LOGITS_XV = LANGUAGE.random_table(1)
+OTHER_XV = LOGITS_XV + LANGUAGE.random_table(7, scale=0.7)
+"""Logits of another policy, not far away."""
+POLICY_XV, REFERENCE_XV = LOGITS_XV.log_softmax(dim=1), OTHER_XV.log_softmax(dim=1)
+BEHAVIOUR_S = LANGUAGE.sequence_logprobs(REFERENCE_XV)
+REWARDS_S = LANGUAGE.random_rewards(0)
+UNCAPPED = 1e6
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """Return the expected step of sequence REINFORCE without baseline or clip, with some knobs changed."""
+
+    def step(
+        knobs: dict[str, Any], *, groups: int = 1, samples: int = 1, language: Language = LANGUAGE, **of: Any
+    ) -> Tensor:
+        simplest: dict[str, Any] = {
+            "baseline": "none",
+            "scale": "none",
+            "aggregation": "sequence_sum",
+            "clip_low": None,
+            "clip_high": None,
+            "behaviour_weight_cap": UNCAPPED,
+        }
+        config = recipe(groups=groups, samples=samples, **simplest | knobs)
+        return trainer_step(config, monkeypatch, language=language, **of)
+
+    return step
+
+
+def gradient(rewards_S: Tensor, language: Language = LANGUAGE) -> Tensor:
+    """Return the exact gradient of `sum over sequences of pi * reward`."""
+    return gradient_of(lambda pi: (language.sequence_logprobs(pi).exp() * rewards_S).sum(), language.random_table(1))
+
+
+# --- the policy's own samples ---
+
+
+def test_a_critic_is_unbiased_if_it_is_right_or_lambda_is_1(step: Callable[..., Tensor]) -> None:
+    """Lambda 1 is the Monte-Carlo return minus a baseline; at 0.5 a wrong critic moves the step by 0.6 of its length.
+
+    Seen failing with the reward at the first token, gae run forwards, and delta without the next value.
+    """
+    right_X, wrong_X = LANGUAGE.state_values(POLICY_XV, REWARDS_S), LANGUAGE.random_table(3)[:, 0]
+    for gae_lambda, values_X in ((0.0, right_X), (0.5, right_X), (0.95, right_X), (1.0, right_X), (1.0, wrong_X)):
+        knobs = {"baseline": "critic", "gae_lambda": gae_lambda}
+        assert_equal(step(knobs, values_X=values_X), gradient(REWARDS_S))
+    biased_XV = step({"baseline": "critic", "gae_lambda": 0.5}, values_X=wrong_X)
+    assert relative_distance(biased_XV, gradient(REWARDS_S)) > 0.3
+
+
+@pytest.mark.parametrize(("baseline", "factor"), [("none", 1.0), ("group_mean", 1 / 2), ("batch_mean", 3 / 4)])
+def test_a_mean_with_the_sample_itself_shrinks_the_gradient(
+    step: Callable[..., Tensor], baseline: str, factor: float
+) -> None:
+    """Two prompts of two samples: a mean over n samples, the own one among them, shrinks the step to 1 - 1/n.
+
+    The sum over both prompts' sequences is divided by all four rows, so each prompt counts half. Seen failing with
+    batch and group mean swapped.
+    """
+    rewards_NS = [TINY.random_rewards(0), TINY.random_rewards(4)]
+    step_XV = step({"baseline": baseline}, groups=2, samples=2, language=TINY, rewards_NS=rewards_NS)
+    assert_equal(step_XV, factor * gradient((rewards_NS[0] + rewards_NS[1]) / 2, TINY))
+
+
+def kl_by_prefix(of_XV: Tensor, to_XV: Tensor) -> Tensor:
+    return (of_XV.exp() * (of_XV - to_XV)).sum(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sampled_XV", "descended"),
+    [
+        ({"kl": "loss", "kl_coef": 1.0, "kl_estimator": "k2"}, LOGITS_XV, lambda pi: kl_by_prefix(pi, REFERENCE_XV)),
+        ({"kl": "loss", "kl_coef": 1.0, "kl_estimator": "k3"}, LOGITS_XV, lambda pi: kl_by_prefix(REFERENCE_XV, pi)),
+        ({"proximal_kl_coef": 1.0, "proximal": "behaviour"}, OTHER_XV, lambda pi: kl_by_prefix(REFERENCE_XV, pi)),
+        ({"entropy_coef": 1.0}, LOGITS_XV, lambda pi: (pi.exp() * pi).sum(dim=1)),
+    ],
+)
+def test_terms_beside_the_policys_count_at_the_prefixes_that_were_visited(
+    step: Callable[..., Tensor], knobs: dict[str, Any], sampled_XV: Tensor, descended: Callable[[Tensor], Tensor]
+) -> None:
+    """k2 is grad KL(pi || ref), k3 grad KL(ref || pi): how pi's choices change the visits is left out, which is exact
+    for PPO's KL(proximal || pi) alone.
+
+    Seen failing with the estimators' gap reversed, with k3's exponent of the other sign, with PPO's direction reversed,
+    and with the sign of the entropy turned.
+    """
+    visits_X = LANGUAGE.visits(sampled_XV.log_softmax(dim=1))
+    expected_XV = -gradient_of(lambda pi: (visits_X * descended(pi)).sum(), LOGITS_XV)
+    given = {"reference_XV": REFERENCE_XV if "kl" in knobs else None, "behaviour_logits_XV": sampled_XV}
+    assert_equal(step(knobs, rewards_NS=[torch.zeros_like(REWARDS_S)], **given), expected_XV)
+
+
+# --- old samples: drawn from another policy than the one that learns ---
+
+GSPO = read_preset("gspo")["objective"] | {"behaviour_weight_cap": 5.0}
+PRODUCT, FREE = {"behaviour_weight": "sequence"}, {"behaviour_weight_cap": UNCAPPED}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "samples", "lost"),
+    [
+        ({"behaviour_weight": "sequence"}, 1, 0.0),
+        ({"behaviour_weight": "token"}, 1, 0.69),
+        ({"behaviour_weight": "none"}, 1, 0.59),
+        ({"behaviour_weight": "sequence", "baseline": "leave_one_out"}, 2, 0.0),
+        ({"behaviour_weight": "none", "baseline": "leave_one_out"}, 2, 0.85),
+        (GSPO | PRODUCT | FREE, 1, 0.0),
+        (GSPO | PRODUCT, 1, 0.39),
+        (GSPO | PRODUCT | {"behaviour_weight_above": "truncate"}, 1, 0.20),
+        (GSPO, 1, 0.45),
+        (GSPO | FREE, 1, 0.45),
+        (GSPO | FREE | {"behaviour_weight": "token"}, 1, 0.56),
+        (GSPO | {"behaviour_weight": "token"}, 1, 0.60),
+        (GSPO | {"behaviour_weight": "none"}, 1, 0.76),
+    ],
+)
+def test_what_weights_restore_of_the_gradient(
+    step: Callable[..., Tensor], knobs: dict[str, Any], samples: int, lost: float
+) -> None:
+    """The product over the whole sequence without a cap is exact; of the others a share of the step's length is lost.
+
+    GSPO climbs the return per token. With a weight per token there, one token's weight multiplies the gradients of all
+    the others; the geometric mean, the preset's, never reaches the cap here. Seen failing with the weight inverted,
+    with the product replaced by the token's own weight, with a weight of 1, and with the preset's weight per token.
+    """
+    exact_XV = gradient(REWARDS_S / LANGUAGE.lengths_S if "ratio_level" in knobs else REWARDS_S)
+    step_XV = step(knobs, samples=samples, behaviour_logits_XV=OTHER_XV)
+    assert relative_distance(step_XV, exact_XV) == pytest.approx(lost, abs=0.01 if lost else 1e-5)
+
+
+def test_token_weights_help_near_the_behaviour_policy_but_do_not_restore_the_gradient(
+    step: Callable[..., Tensor],
+) -> None:
+    """Six behaviour policies, half as far away: sequence weights 0, token weights 0.37 off on average, none 0.48.
+
+    A token-level weight is a correction for a small age. Seen failing with the weight inverted.
+    """
+    behaviours = [LOGITS_XV + LANGUAGE.random_table(seed, scale=0.35) for seed in range(7, 13)]
+    for level, lost in (("token", 0.37), ("none", 0.48)):
+        steps = [step({"behaviour_weight": level}, behaviour_logits_XV=logits_XV) for logits_XV in behaviours]
+        errors = [relative_distance(step_XV, gradient(REWARDS_S)) for step_XV in steps]
+        assert sum(errors) / len(errors) == pytest.approx(lost, abs=0.01)
+
+
+def test_token_weights_correct_the_choice_but_not_how_it_came_to_it(step: Callable[..., Tensor]) -> None:
+    """The step of `sum over prefixes of visits_mu * sum over symbols of pi * Q_mu`, everything of mu held fixed.
+
+    Each symbol's probability is right; which prefixes are seen, and what follows the symbol, stay those of the policy
+    mu that sampled. The same is true of unclipped PPO with proximal = behaviour (naive PPO), where the ratio itself is
+    that weight. Seen failing with the weight inverted, and with the sequence weight in its place.
+    """
+    visits_X = LANGUAGE.visits(REFERENCE_XV)
+    action_values_XV = LANGUAGE.action_values(REFERENCE_XV, REWARDS_S)
+    expected_XV = gradient_of(lambda pi: (visits_X * (pi.exp() * action_values_XV).sum(dim=1)).sum(), LOGITS_XV)
+    for proximal in ("recompute", "behaviour"):
+        step_XV = step({"behaviour_weight": "token", "proximal": proximal}, behaviour_logits_XV=OTHER_XV)
+        assert_equal(step_XV, expected_XV)
+
+
+@pytest.mark.parametrize(("above", "floor"), [("mask", 0.0), ("truncate", 0.0), ("mask", 0.7), ("truncate", 0.7)])
+def test_cap_and_floor_take_away_exactly_what_lies_beyond_them(
+    step: Callable[..., Tensor], above: str, floor: float
+) -> None:
+    """The step of E_mu[held(w) R log pi], held(w) = cap or 0 above the cap, 0 below the floor: biased by what left.
+
+    Seen failing with mask and truncate swapped, with the cap compared with the token's weight, and without the floor.
+    """
+    weights_S, cap = (LANGUAGE.sequence_logprobs(POLICY_XV) - BEHAVIOUR_S).exp(), 1.5
+    assert bool((weights_S > cap).any())
+    assert bool((weights_S < 0.7).any())
+    held_S = torch.where(weights_S <= cap, weights_S, cap if above == "truncate" else 0.0)
+    held_S = torch.where(weights_S < floor, 0.0, held_S)
+    expected_XV = gradient_of(
+        lambda pi: (BEHAVIOUR_S.exp() * held_S * REWARDS_S * LANGUAGE.sequence_logprobs(pi)).sum(), LOGITS_XV
+    )
+    limits = {"behaviour_weight_cap": cap, "behaviour_weight_above": above, "behaviour_weight_floor": floor}
+    assert_equal(step({"behaviour_weight": "sequence"} | limits, behaviour_logits_XV=OTHER_XV), expected_XV)
