@@ -17,19 +17,13 @@ import torch
 from enumerable_language import Batch, Language, draw, expected_step, gradient_of
 from torch import Tensor
 from train_builders import make_config
+from update_builders import table_shard, update_loss
 
 from areal_lite.config.recipe import Config
-from areal_lite.train import objective as objective_module
-from areal_lite.train.advantages import batch_advantages
-from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.chunked_logits import Reading
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.objective import UpdateLoss, find_loss_function, weigh_tokens
-from areal_lite.train.score import filter_tokens
-from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 LANGUAGE = Language(num_symbols=3, max_length=2)
-CPU = torch.device("cpu")
 LOGITS_XV = LANGUAGE.random_table(1)
 REFERENCE_XV = (LOGITS_XV + LANGUAGE.random_table(7, scale=0.7)).log_softmax(dim=1)
 REWARDS_S = LANGUAGE.random_rewards(0)
@@ -46,24 +40,6 @@ def recipe(*, groups: int = 1, samples: int = 2, **objective: Any) -> Config:
         rollout={"temperature": 1.0, "max_new_tokens": LIMIT},
         trainer={"minibatches": 1, "micro_batch_tokens": 4},
     )
-
-
-def shard_of(batch: Batch, behaviour_XV: Tensor, rewards_NG: Tensor) -> Shard:
-    """Build the shard that the queue would hand over: behaviour logprobs, spans, stop reasons, rewards."""
-    num_samples = rewards_NG.shape[1]
-    starts = (batch.lengths_B.cumsum(dim=0) - batch.lengths_B).tolist()
-    rows = []
-    for index, (start, length) in enumerate(zip(starts, batch.lengths_B.tolist(), strict=True)):
-        symbols = batch.symbols_T[start : start + length].numpy()
-        sample = Sample(
-            token_ids=symbols.astype(np.int32),
-            logprobs=batch.at_tokens(behaviour_XV)[start : start + length].numpy().astype(np.float32),
-            spans=(VersionSpan(version=0, start=0, end=length),),
-            stop_reason=StopReason.STOP if symbols[-1] == 0 else StopReason.LENGTH,
-        )
-        group, place = divmod(index, num_samples)
-        rows.append(Row(group_index=group, sample_index=place, minibatch=0, prompt_token_ids=(0,), sample=sample))
-    return Shard(batch_id="0", rank=0, version=0, rewards=rewards_NG.numpy().astype(np.float32), rows=tuple(rows))
 
 
 def trainer_step(
@@ -86,28 +62,25 @@ def trainer_step(
     num_rows = config.queue.groups_per_step * config.queue.samples_per_group
 
     def loss(batch: Batch, logprobs_XV: Tensor) -> Tensor:
-        def table_outputs(_: object, micro_batch: MicroBatch, read: Reading, token_ids_T: Tensor) -> Tensor:
+        def outputs(micro_batch: MicroBatch, read: Reading, token_ids_T: Tensor) -> Tensor:
             return read(logprobs_XV[batch.prefixes_T[micro_batch.tokens_T]], token_ids_T)
 
-        monkeypatch.setattr(objective_module, "completion_outputs", table_outputs)
-        shard = shard_of(batch, behaviour_XV, draw(rewards_NS, batch))
-        policy_batch = PolicyBatch.from_shard(shard, config=config, device=CPU)
-        tokens, kl_coef = policy_batch.tokens, config.objective.kl_coef
-        tokens.proximal_logprobs_T = batch.at_tokens(proximal_XV).float()
-        tokens.reference_logprobs_T = None if reference_XV is None else batch.at_tokens(reference_XV).float()
-        tokens.values_T = None if values_X is None else values_X[batch.prefixes_T].float()
-        batch_advantages(policy_batch, config=config, kl_coef=kl_coef)
-        weigh_tokens(policy_batch, config)
-        filter_tokens(policy_batch, 0, policy=torch.nn.Identity(), config=config)
-        share_of = UpdateLoss(
-            batch=policy_batch,
-            model=torch.nn.Identity(),
-            config=config,
-            is_first=False,
-            kl_coef=kl_coef,
-            policy_term=find_loss_function(config.objective),
+        token_ids = list(batch.symbols_T.split(batch.lengths_B.tolist()))
+        shard = table_shard(
+            draw(rewards_NS, batch),
+            token_ids,
+            behaviour_T=batch.at_tokens(behaviour_XV),
+            truncated_B=torch.stack([ids[-1] != 0 for ids in token_ids]),
         )
-        return torch.stack([share_of(part)[0] for part in policy_batch.micro_batches]).sum()
+        return update_loss(
+            shard,
+            outputs,
+            config=config,
+            monkeypatch=monkeypatch,
+            proximal_T=batch.at_tokens(proximal_XV),
+            reference_T=None if reference_XV is None else batch.at_tokens(reference_XV),
+            values_T=None if values_X is None else values_X[batch.prefixes_T],
+        )
 
     return expected_step(
         language, loss, logits_XV=logits_XV, num_rows=num_rows, behaviour_logits_XV=behaviour_logits_XV
