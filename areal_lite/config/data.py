@@ -25,8 +25,8 @@ _PATHS = {
     "dataset": "the path of a datasets folder, or a hub id",
 }
 """What `path` is, of the kinds that have one."""
-_MADE = ("arith", "reasoning_gym")
-"""Kinds that make their tasks, with a section of their own for how. Any other kind is the name of a function."""
+_ARITH = "arith"
+"""The kind that makes its tasks, with a section of its own for how. Any other kind is the name of a function."""
 _PATH_KEYS = ("path", "eval_path")
 _ROW_KEYS = ("prompt_column", "answer_column", "columns", "max_bad_fraction")
 
@@ -60,31 +60,11 @@ class ArithConfig(Section):
             yield f"{HERE}.min_terms must be at most {HERE}.max_terms, got {least} and {most}: {to_do}"
 
 
-class GymConfig(Section):
-    """Task families that the package reasoning-gym generates (`source: reasoning_gym`)."""
-
-    dataset: str | None = None
-    """name of a family, e.g. chain_sum"""
-    arguments: dict[str, Any] = {}
-    """settings of the family, e.g. {max_terms: 3}"""
-    train_size: int = Field(2048, ge=1)
-    """training problems"""
-    eval_size: int = Field(128, ge=1)
-    """held-out problems, never among the training ones"""
-    seed: int = Field(0, ge=0)
-    """seed of both splits"""
-
-    def _problems(self) -> Iterable[str]:
-        for key, instead in (("seed", "seed"), ("size", "train_size and eval_size")):
-            if key in self.arguments:
-                yield f"{HERE}.arguments must leave out {key}, got {self.arguments[key]}: set {HERE}.{instead}"
-
-
 class RowsConfig(Section):
     """Rows of any recipe: where they are."""
 
     source: str = "arith"
-    """jsonl, parquet = a file; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
+    """jsonl, parquet = a file; dataset = a folder or hub id; arith = built in; or a function's name (reasoning_gym)"""
     path: Annotated[str | None, Refers.FILE] = None
     """training rows: a file, a datasets folder, or a hub id"""
     eval_path: Annotated[str | None, Refers.FILE] = None
@@ -121,13 +101,12 @@ class SourceConfig(RowsConfig):
     """workflow of rows without a column workflow; null = rollout.workflow"""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """longest prompt in tokens; longer ones are left out and counted; null = one that does not fit is an error"""
-    reasoning_gym: GymConfig = GymConfig()
 
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
-        if kind not in (*_PATHS, *_MADE) and any(name_problems("", kind, kind="source")):
-            known = [*_MADE, *_PATHS, *known_names("source")]
+        if kind not in (*_PATHS, _ARITH) and any(name_problems("", kind, kind="source")):
+            known = [_ARITH, *_PATHS, *known_names("source")]
             names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
             yield f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"
             return
@@ -135,14 +114,9 @@ class SourceConfig(RowsConfig):
             yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
         if kind not in _PATHS:
             to_do = f"set {HERE}.source=jsonl (or parquet, or dataset), or leave it out"
-            yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind in _MADE else _PATH_KEYS, is_read, to_do=to_do)
-        if kind in (*_PATHS, *_MADE):
+            yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind == _ARITH else _PATH_KEYS, is_read, to_do=to_do)
+        if kind in (*_PATHS, _ARITH):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
-        # Not so arith, the default: who names another source on the command line need not undo the recipe's settings.
-        if kind != "reasoning_gym":
-            yield from self.unread(["reasoning_gym"], is_read, to_do=f"leave it out, or set {HERE}.source to that")
-        elif self.reasoning_gym.dataset is None:
-            yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
         if "{prompt}" not in self.template:
             yield f"{HERE}.template must contain {{prompt}}, got {self.template!r:.80}: add it where the prompt goes"
         first = {old: new for new, old in reversed(self.columns.items())}

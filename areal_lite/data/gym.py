@@ -5,11 +5,11 @@ hashes. A question held out is never among the training ones, whatever the seeds
 """
 
 import hashlib
-import itertools
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from areal_lite.config.data import GymConfig, Split
+from areal_lite.config.data import Split
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 
@@ -17,67 +17,76 @@ _ROUNDS = 20
 """Sets drawn until there are enough questions; families of few different ones must end in an error."""
 
 
-def gym_rows(settings: GymConfig, split: Split, *, where: str) -> list[dict[str, Any]]:
+def rows(
+    split: Split, *, dataset: str, train_size: int = 2048, eval_size: int = 128, seed: int = 0, **settings: Any
+) -> list[dict[str, Any]]:
     """Generate the rows of a split.
 
     Held-out questions differ from each other; training questions may repeat where a family has only few. A row's
     demonstration is the answer alone.
 
+    Args:
+        dataset: Name of a family, e.g. `chain_sum`.
+        train_size: Training problems.
+        eval_size: Held-out problems.
+        seed: Of both splits.
+        settings: Of the family, e.g. `max_terms=3`.
+
     Raises:
-        ConfigError: The package or the family is missing, its arguments are wrong, or it has too few questions.
+        ConfigError: The package or the family is missing, its settings are wrong, or it has too few questions.
     """
     held_out: dict[str, Mapping[str, Any]] = {}
-    for entry in _entries(settings, "eval", where=where):
+    for entry in _entries(dataset, settings, stream=f"{seed}/eval", size=eval_size):
         held_out.setdefault(entry["question"], entry)
-        if len(held_out) == settings.eval_size:
+        if len(held_out) == eval_size:
             break
-    others = (entry for entry in _entries(settings, "train", where=where) if entry["question"] not in held_out)
-    chosen = list(held_out.values() if split == "eval" else itertools.islice(others, settings.train_size))
-    if len(held_out) < settings.eval_size or (split == "train" and len(chosen) < settings.train_size):
+    drawn = _entries(dataset, settings, stream=f"{seed}/train", size=train_size)
+    others = (entry for entry in drawn if entry["question"] not in held_out)
+    chosen = list(held_out.values() if split == "eval" else islice(others, train_size))
+    if len(chosen) < (eval_size if split == "eval" else train_size):
         raise ConfigError(
-            f"{where}.reasoning_gym must give {settings.eval_size} different held-out questions and others to train "
-            f"on, got {len(held_out)} and {len(chosen)} of the family {settings.dataset} after {_ROUNDS} sets: lower "
-            "train_size or eval_size, or set arguments that allow more"
+            f"source=reasoning_gym must give {eval_size} different held-out questions and {train_size} others, got "
+            f"{len(chosen)} for {split} of the family {dataset} after {_ROUNDS} sets. Fix: lower train_size or "
+            "eval_size in its arguments, or set arguments that allow more"
         )
     return [
         {
             "question": entry["question"],
             "answer": "" if entry["answer"] is None else str(entry["answer"]),
             "demonstration": None if entry["answer"] is None else str(entry["answer"]),
-            "reasoning_gym_dataset": settings.dataset,
+            "reasoning_gym_dataset": dataset,
             "reasoning_gym_entry": _with_text_keys(entry),
         }
         for entry in chosen
     ]
 
 
-def _entries(settings: GymConfig, split: str, *, where: str) -> Iterator[Mapping[str, Any]]:
+def _entries(dataset: str, settings: Mapping[str, Any], *, stream: str, size: int) -> Iterator[Mapping[str, Any]]:
     """Yield the items of several sets: a set's size must be known before, and how many repeat is not."""
-    size = settings.eval_size if split == "eval" else settings.train_size
     for number in range(_ROUNDS):
-        digest = hashlib.sha256(f"{settings.dataset}/{settings.seed}/{split}/{number}".encode()).digest()
-        dataset = _create(settings, seed=int.from_bytes(digest[:4]) >> 2, size=size, where=where)
-        yield from (dataset[index] for index in range(size))
+        digest = hashlib.sha256(f"{dataset}/{stream}/{number}".encode()).digest()
+        made = _create(dataset, settings, seed=int.from_bytes(digest[:4]) >> 2, size=size)
+        yield from (made[index] for index in range(size))
 
 
-def _create(settings: GymConfig, *, seed: int, size: int, where: str) -> Any:
+def _create(dataset: str, settings: Mapping[str, Any], **own: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ConfigError(
-            f"{where}.source=reasoning_gym needs the package reasoning-gym, it cannot be imported ({error}): "
-            "pip install reasoning-gym"
+            f"source=reasoning_gym needs the package reasoning-gym, it cannot be imported ({error}). Fix: pip install "
+            "reasoning-gym"
         ) from error
-    if settings.dataset not in DATASETS:
+    if dataset not in DATASETS:
         raise ConfigError(
-            f"{where}.reasoning_gym.dataset must be one of reasoning-gym's {len(DATASETS)} families, got "
-            f"{settings.dataset!r}{suggestion(str(settings.dataset), DATASETS)}"
+            f"source=reasoning_gym needs arguments.dataset, one of reasoning-gym's {len(DATASETS)} families, got "
+            f"{dataset!r}{suggestion(dataset, DATASETS)}"
         )
     try:
-        return create_dataset(settings.dataset, seed=seed, size=size, **settings.arguments)
+        return create_dataset(dataset, **settings, **own)
     except Exception as error:  # families check their settings by assertions and by exceptions of many kinds
         raise ConfigError(
-            f"{where}.reasoning_gym.arguments must be settings of {settings.dataset}, got {settings.arguments}: "
+            f"source=reasoning_gym needs arguments that are settings of {dataset}, got {dict(settings)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

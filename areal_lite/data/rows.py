@@ -186,8 +186,6 @@ def make_each(
         if not made or len(broken) > data.max_bad_fraction * num_rows:
             number, problem = broken[0]
             to_do = "Repair them" + f", or raise {where}.max_bad_fraction" * (data.max_bad_fraction > 0)
-            if data.source == "reasoning_gym":
-                to_do = f"Choose other {where}.reasoning_gym.arguments"
             raise DataError(
                 f"{summary}, more than {where}.max_bad_fraction={data.max_bad_fraction} allows; the first is "
                 f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. {to_do}"

@@ -8,7 +8,6 @@ from typing import Any
 from areal_lite.config.data import SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
-from areal_lite.data.gym import gym_rows
 from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, PluginError
@@ -36,8 +35,7 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
     if source.source == "arith":
         made = arith_problems(source.arith, split)
         return [replace(task, origin=f"{where}{task.origin.removeprefix('data')}") for task in made]
-    is_gym = source.source == "reasoning_gym"
-    rows = gym_rows(source.reasoning_gym, split, where=where) if is_gym else _plugin_rows(source, split, where=where)
+    rows = _plugin_rows(source, split, where=where)
     return _tasks(f"{source.source} {split}", list(enumerate(rows)), [], source, where=where)
 
 

@@ -8,26 +8,20 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
 
 FILE = {"source": "jsonl", "path": "x.jsonl"}
-GYM = {"source": "reasoning_gym", "reasoning_gym": {"dataset": "chain_sum"}}
+GYM = {"source": "reasoning_gym", "arguments": {"dataset": "chain_sum"}}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"source": "parquet"}, ["data.source=parquet needs data.path", "give the path of a Parquet file"]),
     ({"source": "dataset"}, ["data.source=dataset needs data.path", "or a hub id"]),
     ({"prompt_column": "text"}, ["data.prompt_column=text is not read with data.source=arith"]),
     ({**GYM, "eval_path": "y.jsonl"}, ["data.eval_path=y.jsonl is not read with data.source=reasoning_gym"]),
-    ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
-    ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source to that"]),
+    ({"columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
     ({**FILE, "arguments": {"size": 3}}, ["data.arguments={'size': 3} is not read with data.source=jsonl"]),
-    ({"source": "jsnl"}, ["data.source must be one of arith, reasoning_gym, jsonl", "did you mean jsonl?"]),
+    ({"source": "jsnl"}, ["data.source must be one of arith, jsonl", "did you mean jsonl?"]),
     (
         {"source": "guess_numbr"},
-        ["gridworld, guess_number, gymnasium, verifiers, or name", "did you mean guess_number?"],
+        ["gridworld, guess_number, gymnasium, reasoning_gym, verifiers, or name", "did you mean guess_number?"],
     ),
     ({"source": "guess_number", "path": "x"}, ["data.path=x is not read with data.source=guess_number"]),
-    ({"source": "reasoning_gym"}, ["data.source=reasoning_gym needs data.reasoning_gym.dataset, got none"]),
-    (
-        {"source": "reasoning_gym", "reasoning_gym": {"dataset": "x", "arguments": {"seed": 3}}},
-        ["data.reasoning_gym.arguments must leave out seed, got 3", "set data.reasoning_gym.seed"],
-    ),
     ({**FILE, "columns": {"answer": "level"}}, ["data.columns.answer", "verifier argument", "'level'"]),
     ({**FILE, "columns": {"gold": "answer"}}, ["data.columns.gold=answer is the prompt or the answer"]),
     ({**FILE, "columns": {"a": "c", "b": "c"}}, ["data.columns.b=c is a second name of one column", "beside 'a'"]),

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import parse_config
 from areal_lite.config.sections import ModelConfig
-from areal_lite.data import sources
 from areal_lite.data.arith import CHARACTERS
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.encode import decoder, load_tokenizer
@@ -52,15 +51,6 @@ def test_broken_lines_are_named_by_file_and_line_and_counted(caplog):
     assert named[-1].startswith("6 of 9 rows of ")
     for line, message in zip([4, 6, 7, 8, 9, 10], named[:-1], strict=True):
         assert f"broken.jsonl:{line} is left out" in message
-
-
-def test_a_family_whose_tasks_are_broken_is_one_to_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the advice to raise a setting that is refused beside this source."""
-    rows = [{"question": None, "answer": "1"}, {"question": "1+1=?", "answer": "2"}]
-    monkeypatch.setattr(sources, "gym_rows", lambda *_, **__: rows)
-    source = SourceConfig.model_validate({"source": "reasoning_gym", "reasoning_gym": {"dataset": "chain_sum"}})
-    with pytest.raises(DataError, match=r"1 of 2 rows .* Choose other data\.reasoning_gym\.arguments$"):
-        load_tasks(source, "train", where="data")
 
 
 def test_too_many_broken_lines_is_an_error():

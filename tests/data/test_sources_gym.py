@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from source_builders import load_one, recipe
 
-from areal_lite.config.data import GymConfig
-from areal_lite.data.gym import gym_rows
+from areal_lite.data import gym
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
@@ -17,12 +16,12 @@ from areal_lite.wire import decode, encode
 pytestmark = pytest.mark.gym
 
 
-def make_settings(dataset: str | None = "chain_sum", **settings: Any) -> GymConfig:
-    return GymConfig(dataset=dataset, **{"train_size": 40, "eval_size": 20, **settings})
+def make_settings(**settings: Any) -> dict[str, Any]:
+    return {"dataset": "chain_sum", "train_size": 40, "eval_size": 20, **settings}
 
 
-def questions(settings: GymConfig, split: Any) -> list[str]:
-    return [row["question"] for row in gym_rows(settings, split, where="data")]
+def questions(settings: dict[str, Any], split: Any) -> list[str]:
+    return [row["question"] for row in gym.rows(split, **settings)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -32,7 +31,7 @@ def test_no_held_out_question_is_a_training_one(seed: int) -> None:
     Seen failing without the comparison of questions, whatever the seeds.
     """
     arguments = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    settings = make_settings(arguments=arguments, seed=seed, train_size=300)
+    settings = make_settings(**arguments, seed=seed, train_size=300)
     held_out, train = questions(settings, "eval"), questions(settings, "train")
     assert len(train) == 300
     assert len(held_out) == len(set(held_out)) == 20
@@ -54,10 +53,8 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
 
     `graph_color` has numbers for keys, which no message may have: seen failing without making them text.
     """
-    settings = make_settings(family, train_size=4, eval_size=2)
-    for prompt in load_one(
-        {"source": "reasoning_gym", "reasoning_gym": settings.model_dump()}, model={"max_context": 4096}
-    ):
+    settings = make_settings(dataset=family, train_size=4, eval_size=2)
+    for prompt in load_one({"source": "reasoning_gym", "arguments": settings}, model={"max_context": 4096}):
         back: Prompt = decode(encode(prompt), Prompt)
         assert back.row["reasoning_gym_dataset"] == family
         if back.answer:
@@ -68,18 +65,19 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "chain_sums"}, r"data\.reasoning_gym\.dataset .* got 'chain_sums'; did you mean chain_sum\?"),
-        ({"arguments": {"terms": 3}}, r"data\.reasoning_gym\.arguments must be settings of chain_sum, got .*terms"),
-        ({"arguments": {"min_terms": 9, "max_terms": 2}}, "must be settings of chain_sum"),
-        ({"dataset": "coin_flip", "eval_size": 500, "arguments": {"max_trials": 4}}, "got .* after 20 sets"),
+        ({"dataset": "chain_sums"}, r"arguments\.dataset, .* got 'chain_sums'; did you mean chain_sum\?"),
+        ({"terms": 3}, r"arguments that are settings of chain_sum, got .*terms"),
+        ({"min_terms": 9, "max_terms": 2}, "settings of chain_sum"),
+        ({"size": 5}, "settings of chain_sum, got {'size': 5}"),
+        ({"dataset": "coin_flip", "eval_size": 500, "max_trials": 4}, "got .* after 20 sets"),
     ],
 )
 def test_what_the_package_cannot_make_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gym_rows(make_settings(**settings), "train", where="data")
+        questions(make_settings(**settings), "train")
 
 
 def test_a_character_that_the_model_lacks_is_named() -> None:
-    config = recipe(data={"source": "reasoning_gym", "reasoning_gym": make_settings().model_dump()})
+    config = recipe(data={"source": "reasoning_gym", "arguments": make_settings()})
     with pytest.raises(DataError, match=r"reasoning_gym train:0: .* the character 'S' \(U\+0053\)"):
         load_source(config, build_char_tokenizer("0123456789 "), "train")
