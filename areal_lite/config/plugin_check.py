@@ -131,5 +131,5 @@ def _argument_problems(section: str, settings: VerifierSettings) -> Iterable[str
     if settings.timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
         yield (
             f"{section}.timeout_s must be at least {least:g} for the verifier {settings.function} with its arguments, "
-            f"got {settings.timeout_s:g}: raise it (verify: --timeout), or lower the limits in its arguments"
+            f"got {settings.timeout_s:g}: raise it, or lower the limits in its arguments"
         )

@@ -15,8 +15,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import rendered, with_names
-from areal_lite.data.rows import check_columns, read_jsonl
-from areal_lite.data.sources import load_tasks, with_inner
+from areal_lite.data.rows import read_jsonl
+from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task
 from areal_lite.errors import DataError
 from areal_lite.record.paths import find_model_folder
@@ -44,25 +44,6 @@ class Case:
     messages: Sequence[Mapping[str, Any]] = ()
     """Its turns, where it has more than one."""
     reply: Reply | None = None
-
-
-def with_file(config: Config, path: Path, columns: Mapping[str, Sequence[str]]) -> Config:
-    """Return a recipe with the rows of a file, one JSON object a line, in the place of its own.
-
-    Args:
-        columns: What the columns with `prompt` and `answer`, the reference, may be called: the first that there is.
-
-    Raises:
-        DataError: The file is missing or broken, or lacks a column.
-    """
-    dotted = list(chain.from_iterable(columns.values()))
-    rows = [(number, with_inner(row, dotted)) for number, row in _read(path, option="--data")]
-    there = {name for _, row in rows for name in row}
-    found = {kind: next((name for name in names if name in there), names[0]) for kind, names in columns.items()}
-    check_columns(path, rows, columns={f"--{kind}-column": name for kind, name in found.items()})
-    own = {"source": "jsonl", "path": str(path), "max_bad_fraction": 0.0, "mix": {}}
-    own |= {f"{kind}_column": name for kind, name in found.items()}
-    return config.model_copy(update={"data": config.data.model_copy(update=own)})
 
 
 def load_rows(config: Config, *, is_alone: bool = False) -> Rows:
@@ -126,7 +107,7 @@ def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
         for known in {text, prompt.text}:
             by_text[known].append(index)
     cases = []
-    for position, (number, row) in enumerate(_read(completions, option="--completions")):
+    for position, (number, row) in enumerate(_read(completions)):
         where = f"{completions}:{number}"
         if "completion" not in row:
             known = f"it has {', '.join(row)}{suggestion('completion', list(row))}"
@@ -149,11 +130,12 @@ def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
     return cases
 
 
-def _read(path: Path, *, option: str) -> list[tuple[int, dict[str, Any]]]:
+def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         neighbours = [str(path.with_name(found.name)) for found in path.absolute().parent.glob("*.jsonl")]
         raise DataError(
-            f"{option} must name a JSONL file, there is none at {path.absolute()}{suggestion(str(path), neighbours)}"
+            f"--completions must name a JSONL file, there is none at {path.absolute()}"
+            f"{suggestion(str(path), neighbours)}"
         )
     rows, problems = read_jsonl(path)
     if problems:

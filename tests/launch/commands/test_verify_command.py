@@ -75,13 +75,14 @@ def test_a_completion_that_belongs_nowhere_is_named_by_line(row: dict[str, Any],
 def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of 1, 2 and 4, each with a bonus of 1: rewards 1.5, 2 and 3. One raises and one hangs, so it ends with 1.
 
-    Seen failing with a failed call that counts as a reward of 0, and with --arguments that are not passed on.
+    Seen failing with a failed call that counts as a reward of 0, and with arguments that are not passed on.
     """
     write_lines(
         data.with_name("c.jsonl"), {"completion": ["1", "2"]}, {"completion": "raise"}, {"completion": ["4", "hang"]}
     )
-    command = f"verify {MOODY} --data data.jsonl --completions c.jsonl --timeout 3 --json out.json --processes 2"
-    assert cli.main([*command.split(), "--arguments", '{"bonus": 1}']) == 1
+    settings = "verifier.timeout_s=3 verifier.processes=2 verifier.arguments.bonus=1"
+    command = f"verify {MOODY} {settings} --data data.jsonl --completions c.jsonl --json out.json"
+    assert cli.main(command.split()) == 1
     output = capsys.readouterr().out
     for shown in ("3 scored, 2 failed", "1 failed: exception:ValueError", "no q1 please", "1 failed: timeout", "p99"):
         assert shown in output
@@ -102,10 +103,11 @@ def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: p
     assert gauges["latency_p99_s"] >= 3 > gauges["latency_p50_s"]
 
 
-def test_usual_columns_are_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_are_named_as_in_a_recipe(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with question and answer alone."""
     write_lines(data, {"instruction": "1+1", "ground_truth": "2"})
-    assert cli.main(["verify", "exact", "--data", "data.jsonl"]) == 0
+    columns = ["data.prompt_column=instruction", "data.answer_column=ground_truth"]
+    assert cli.main(["verify", "exact", *columns, "--data", "data.jsonl"]) == 0
     assert "1 scored, 0 failed" in capsys.readouterr().out
 
 
@@ -129,7 +131,7 @@ def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Pat
     assert report["parts"]["exact"] == 0.5
     assert set(report["verifiers"]) == {"exact", "last_number", "half"}
     # A verifier alone scores every row, whatever it says.
-    assert cli.main(list(map(str, ["verify", "exact", *words[2:], "--prompt-column", "problem"]))) == 0
+    assert cli.main(list(map(str, ["verify", "exact", "data.prompt_column=problem", *words[2:]]))) == 0
     assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 0.0, 0.0]
 
 
@@ -198,13 +200,9 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     [
         ("last_numbr --data data.jsonl", "did you mean last_number?"),
         ("arith_cp --data data.jsonl", "did you mean arith_cpu?"),
-        (
-            "arith_cpu --data data.jsonl --arguments {}",
-            "--arguments are those of one verifier, got the recipe arith_cpu",
-        ),
         ("here.py:verify --data data.jsonl", "there is no file"),
         ("last_number --data data.jsonl --completions dat.jsonl", "--completions must name a JSONL file"),
-        ("last_number --data data.jsonl --answer-column anser", "set --answer-column; did you mean answer?"),
+        ("last_number data.answer_column=anser --data data.jsonl", "set data.answer_column; did you mean answer?"),
         ("my_mod.verify --data data.jsonl", "did you mean my_mod:verify?"),
     ],
 )
@@ -236,7 +234,7 @@ def test_ctrl_c_shows_what_there_is_so_far(tmp_path: Path) -> None:
 def test_gsm8k_gold_solutions_satisfy_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The columns are found by default: `question`, and `answer`, the worked solution that ends in `#### 72`."""
     file = Path(os.environ["AREAL_LITE_GSM8K_DIR"]) / "test.jsonl"
-    assert cli.main(["verify", "math", "--data", str(file), "--limit", "100", "--processes", "2"]) == 0
+    assert cli.main(["verify", "math", "--data", str(file), "--limit", "100", "verifier.processes=2"]) == 0
     output = capsys.readouterr().out
     assert "100 scored, 0 failed" in output
     assert "100.00%" in output
