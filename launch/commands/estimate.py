@@ -3,10 +3,8 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +12,7 @@ from areal_lite.config.checks import check_resources
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.config.sections import BUILT_IN
-from areal_lite.launch.commands.options import Overrides, Recipe, out_file
+from areal_lite.launch.commands.options import Gpu, Json, Overrides, ProfileFile, Recipe
 from areal_lite.node import memory_bytes
 
 APART = "transfers (apart)"
@@ -26,14 +24,9 @@ FULL = 0.95
 def estimate(
     recipe: Recipe,
     overrides: Overrides,
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="A100, A100-40GB, B200, H100, H200, L40S or RTX4090")
-    ] = "H100",
-    profile: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="cluster profile whose GPUs must suffice (default: as many GPUs as needed)"),
-    ] = None,
-    out: Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")] = None,
+    gpu: Gpu = "H100",
+    profile: ProfileFile = None,
+    out: Json = None,
 ) -> int:
     """Estimate memory and, on GPUs, peak throughput.
 

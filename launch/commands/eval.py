@@ -14,12 +14,11 @@ import typer
 from rich.console import Console
 
 from areal_lite.config.plugin_check import check_plugins
-from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, EngineError, VerifierError
-from areal_lite.launch.commands.options import Overrides, out_file, recipe_for, run_of
+from areal_lite.launch.commands.options import Json, Overrides, RecipeOption, recipe_for, run_of
 from areal_lite.launch.commands.scores import show, show_comparison, summarise
 from areal_lite.launch.commands.serve import on_own_screen
 from areal_lite.launch.commands.trial import Case
@@ -49,16 +48,8 @@ def eval_model(
         ),
     ],
     overrides: Overrides,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help=f"train recipe: a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"
-        ),
-    ] = None,
-    json_path: Annotated[
-        Path | None,
-        out_file("--json", metavar="OUT", help="write completions, rewards and their interval to this file"),
-    ] = None,
+    recipe: RecipeOption = None,
+    json_path: Json = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(

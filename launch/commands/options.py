@@ -36,9 +36,19 @@ Model = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="model folder
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}")
 ]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option("--recipe", help=f"a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"),
+]
 Overrides = Annotated[
     list[str], word_list("[section.field=value]...", "settings that override the recipe, e.g. run.steps=50")
 ]
+Gpu = Annotated[str, typer.Option("--gpu", metavar="NAME", help="A100, A100-40GB, B200, H100, H200, L40S or RTX4090")]
+ProfileFile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="FILE", help="cluster profile whose GPUs are used (default: as many as needed)"),
+]
+Json = Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")]
 
 
 def run_of(model: str) -> Path | None:

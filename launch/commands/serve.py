@@ -7,22 +7,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from areal_lite.config.recipe import Config
-from areal_lite.launch.commands.options import Model, Overrides, recipe_for
+from areal_lite.launch.commands.options import Model, Overrides, RecipeOption, recipe_for
 
 
 def serve(
     model: Model,
     overrides: Overrides,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="recipe whose model, rollout and run sections to use (default: that of the model's run)"),
-    ] = None,
+    recipe: RecipeOption = None,
 ) -> int:
     """Serve a model over the API that agents see in training.
 

@@ -15,7 +15,7 @@ from areal_lite.launch.bench import view
 from areal_lite.launch.bench.harness import write_results
 from areal_lite.launch.bench.simulation import Inputs, simulate
 from areal_lite.launch.bench.simulation_inputs import ASSUMED, inputs_of_recipe, inputs_of_run, with_split
-from areal_lite.launch.commands.options import Overrides, Recipe
+from areal_lite.launch.commands.options import Gpu, Overrides, ProfileFile, Recipe
 from areal_lite.record.columns import Row
 from areal_lite.record.report import write_bench
 from areal_lite.sample_queue.ledger import LedgerSettings
@@ -42,13 +42,8 @@ def simulate_run(
         list[str] | None,
         typer.Option("--assume", metavar="NAME=VALUE", help="replace one of the printed inputs", show_default=False),
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="kind of GPU, as in areal-lite estimate")] = "H100",
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="cluster profile whose GPUs engines and trainer share out", show_default=False
-        ),
-    ] = None,
+    gpu: Gpu = "H100",
+    profile: ProfileFile = None,
     grid: Annotated[bool, typer.Option("--grid", help="compare splits of the GPUs at max_staleness 0 to 8")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write results.json and report.html here", show_default=False)

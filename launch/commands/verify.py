@@ -17,7 +17,7 @@ from areal_lite.config.reading import parse_override, read_recipe, set_value, sh
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
-from areal_lite.launch.commands.options import Overrides, out_file
+from areal_lite.launch.commands.options import Json, Overrides
 from areal_lite.launch.commands.scores import show, summarise
 from areal_lite.launch.commands.trial import load_cases, load_rows, score_all
 
@@ -45,9 +45,7 @@ def verify(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="use at most the first N rows")] = None,
-    json_path: Annotated[
-        Path | None, out_file("--json", metavar="OUT", help="write all figures and scores to this file")
-    ] = None,
+    json_path: Json = None,
 ) -> int:
     """Test a verifier without training.
 
