@@ -158,7 +158,6 @@ _PARITY = ("mean", "p99", "max")
 """Of |engine - trainer| log-probabilities."""
 _RATES = ("samples_per_s", "gen_tokens_per_s", "rollout_occupancy")
 """Keys of a row that are means over its time."""
-_SPEEDS = (*_RATES, "trained_tokens_per_s")
 
 
 class OnlineRecorder(Recorder):
@@ -169,16 +168,11 @@ class OnlineRecorder(Recorder):
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
         now = time.time()
-        self._last = _Moment(time.monotonic(), tokens=0.0, steps=0, lanes=self._totals.clocks.read(now))
+        self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now))
         self._origin: Reading | None = None
         """The clocks at the run's first step."""
         if self._origin_time is not None:
             self._origin = self._origin_clocks.read(self._origin_time)
-        self._done: dict[str, float] = dict.fromkeys(("seconds", *_SPEEDS), 0.0)
-        """Totals over the steps, without the first one after each start: its time is mostly that of the start."""
-        for before, row in itertools.pairwise(self.rows):
-            if before["step"] not in self._totals.ends:
-                self._count(row, (number(row.get("time_s")) or 0.0) - (number(before.get("time_s")) or 0.0))
         self._pending: dict[str, Any] = {}
 
     def feed(self, events: Sequence[Event]) -> None:
@@ -234,7 +228,7 @@ class OnlineRecorder(Recorder):
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
         """
         lanes, before = self._totals.clocks.read(time.time()), self._last
-        self._last = _Moment(time.monotonic(), tokens_generated, before.steps + 1, lanes)
+        self._last = _Moment(time.monotonic(), tokens_generated, lanes)
         self._origin = self._origin or self._last.lanes
         measured = {
             **timings,
@@ -245,10 +239,7 @@ class OnlineRecorder(Recorder):
             "ledger": dict(ledger),
         }
         self._pending = {}
-        row = self.write(step, **{**stats, **measured})
-        if before.steps:
-            self._count(row, self._last.time - before.time)
-        return row
+        return self.write(step, **{**stats, **measured})
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Write some groups of a batch in readable form."""
@@ -293,8 +284,17 @@ class OnlineRecorder(Recorder):
         return self.sum_up(status, figures)
 
     def _speeds(self) -> dict[str, float | None]:
-        seconds = self._done["seconds"]
-        return {name: self._done[name] / seconds if seconds > 0 else None for name in _SPEEDS}
+        """Return the speeds over all steps but the first after each start, whose time is mostly that of the start."""
+        seconds, done = 0.0, dict.fromkeys((*_RATES, "trained_tokens_per_s"), 0.0)
+        for before, row in itertools.pairwise(self.rows):
+            if before["step"] in self._totals.ends:
+                continue
+            step_s = (number(row.get("time_s")) or 0.0) - (number(before.get("time_s")) or 0.0)
+            seconds += step_s
+            done["trained_tokens_per_s"] += number(row.get("tokens_trained")) or 0.0
+            for name in _RATES:
+                done[name] += (number(row.get(name)) or 0.0) * step_s
+        return {name: total / seconds if seconds > 0 else None for name, total in done.items()}
 
     def _evaluation_figures(self) -> dict[str, Any]:
         found = {step: figures for step, figures in sorted(self.evaluations.items()) if _accuracy(figures) is not None}
@@ -323,20 +323,13 @@ class OnlineRecorder(Recorder):
         names = [f"parity_{kind}_abs_logprob_diff" for kind in _PARITY]
         return {name: max(_known([*self.rows, self._pending], name), default=None) for name in names}
 
-    def _count(self, row: Mapping[str, Any], seconds: float) -> None:
-        """Add a step of so many seconds to the totals."""
-        self._done["seconds"] += seconds
-        self._done["trained_tokens_per_s"] += number(row.get("tokens_trained")) or 0.0
-        for name in _RATES:
-            self._done[name] += (number(row.get(name)) or 0.0) * seconds
-
     def _rates(self, since: "_Moment") -> dict[str, float]:
         """Return the work per second, and the share of slots in use, from an earlier moment to the last."""
         seconds = max(self._last.time - since.time, 1e-9)
         lanes = Stretch(since.lanes, self._last.lanes)
         slots = self._config.rollout.slots * max(len(lanes.workers), 1)
         return {
-            "samples_per_s": (self._last.steps - since.steps) * self._config.samples_per_step / seconds,
+            "samples_per_s": self._config.samples_per_step / seconds,
             "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
             "rollout_occupancy": lanes.spent("slot_seconds") / (seconds * slots),
         }
@@ -375,8 +368,6 @@ class _Moment(NamedTuple):
 
     time: float
     tokens: float
-    steps: int
-    """Rows written by this process."""
     lanes: Reading
 
 
