@@ -1,7 +1,6 @@
 """The process that holds the sample queue."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from areal_lite.actors.process import MeasuredProcess, log_to_file
 from areal_lite.config.recipe import Config
@@ -28,7 +27,6 @@ class QueueActor(MeasuredProcess):
     ) -> None:
         """Restore or create the ledger and serve; a batch in training is returned to it unless kept."""
         log_to_file(log_folder, "queue", environment=config.run.env)
-        self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
         settings = LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump())
         ledger = Ledger(settings)
@@ -40,7 +38,7 @@ class QueueActor(MeasuredProcess):
             num_minibatches=config.trainer.minibatches,
             num_ranks=config.trainer.row_ranks,
             seed=config.run.seed,
-            bind=self._address,
+            bind=local_address(config.run.network),
             ports=port_range(config.run.ports),
             max_message_bytes=config.queue.max_message_mb * 2**20,
             keys=QueueKeys(),
@@ -48,12 +46,8 @@ class QueueActor(MeasuredProcess):
         self._server.start()
 
     def access(self) -> dict[Role, QueueAccess]:
-        """Return endpoint and keys of each role, with an address that other nodes reach."""
-        accesses = {role: self._server.access(role) for role in Role}
-        return {
-            role: replace(access, endpoint=access.endpoint.replace("//0.0.0.0:", f"//{self._address}:"))
-            for role, access in accesses.items()
-        }
+        """Return endpoint and keys of each role."""
+        return {role: self._server.access(role) for role in Role}
 
     def ping(self) -> None:
         """Answer, as proof that this process is alive."""

@@ -19,8 +19,6 @@ class HeldLease:
     """`group_id@n`, with n unique over the run."""
     worker: str
     group: GroupRecord
-    given_at: float
-    """Clock reading, seconds."""
     deadline: float
     """Clock reading at which it expires unless a heartbeat names it before, seconds."""
 
@@ -45,7 +43,6 @@ class LeaseTable:
             lease_id=lease_id or f"{group.group_id}@{self.num_given}",
             worker=worker,
             group=group,
-            given_at=now,
             deadline=now + self._timeout_s,
         )
         self._leases[lease.lease_id] = lease

@@ -245,20 +245,17 @@ class Ledger:
         chosen = self._choose()
         return None if chosen is None else self._take_out(batch_id, chosen)
 
-    def complete_step(self, batch_id: str) -> list[str]:
+    def complete_step(self, batch_id: str) -> None:
         """Count the taken batch as trained and move the version, because its weights are being published.
 
         Under `on_stale: drop` the groups that the new version puts over age end as `stale`, and their prompts wait for
-        another attempt. Repeating the request changes nothing.
-
-        Returns:
-            The prompts that ended as `failed(too_slow)` after `max_attempts`.
+        another attempt, or end as `failed(too_slow)` after `max_attempts`. Repeating the request changes nothing.
 
         Raises:
             LedgerError: No batch of this id is taken.
         """
         if batch_id == self._completed_batch_id:
-            return []
+            return
         if self._batch is None:
             raise LedgerError(f"a step is completed after its batch was taken, got {batch_id!r}: call take first")
         self._check_taken(batch_id, self._batch)
@@ -267,7 +264,8 @@ class Ledger:
         self._batch = None
         self._completed_batch_id = batch_id
         self._version += 1
-        return self._drop_over_age() if self._settings.on_stale == "drop" else []
+        if self._settings.on_stale == "drop":
+            self._drop_over_age()
 
     def abandon_outstanding(self) -> int:
         """End every outstanding group as `abandoned`, because the run ends; return how many there were."""
@@ -391,8 +389,8 @@ class Ledger:
             chosen, self._groups.by_version(), version=self._version, max_staleness=self._settings.max_staleness
         )
 
-    def _drop_over_age(self) -> list[str]:
-        """End the groups that are over age, start the next attempts; return the prompts that had their last."""
+    def _drop_over_age(self) -> None:
+        """End the groups that are over age, and start the next attempts."""
         bound = self._version - self._settings.max_staleness
         # No token is older than its group's admission, so the other groups cannot be over age.
         old = [group for version, groups in self._groups.by_version().items() if version < bound for group in groups]
@@ -400,7 +398,6 @@ class Ledger:
         if over_age:
             ended = set(over_age)
             self._leases.end_where(lambda lease: lease.group in ended)
-        too_slow = []
         for group in over_age:
             if group.attempt + 1 < self._settings.max_attempts:
                 self._groups.end(group, GroupState.STALE)
@@ -409,8 +406,6 @@ class Ledger:
                 )
             else:
                 self._groups.end(group, GroupState.FAILED, reason="too_slow")
-                too_slow.append(group.prompt_id)
-        return too_slow
 
     def _is_over_age(self, group: GroupRecord) -> bool:
         return decisions.is_over_age(group, version=self._version, max_staleness=self._settings.max_staleness)

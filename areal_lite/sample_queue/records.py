@@ -47,8 +47,6 @@ class WorkerStatus(TypedDict):
     leases: int
     oldest_lease_age_s: float
     """0 without leases."""
-    progress: int
-    """As the worker reported it: tokens, calls or another number that grows while it works."""
 
 
 class QueueStatus(TypedDict):
@@ -63,8 +61,6 @@ class QueueStatus(TypedDict):
     admission_open: bool
     progress: int
     """Grows with every change of the ledger and with the progress that workers report."""
-    too_slow: dict[str, int]
-    """Groups that ended as failed(too_slow) since the queue started, by the number of their prompt's tokens."""
     workers: dict[str, WorkerStatus]
     parked: int
     """Requests that wait for an answer now."""

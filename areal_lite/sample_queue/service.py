@@ -5,7 +5,6 @@ It admits prompts on demand, joins the ledger's groups with them, and keeps trac
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +64,6 @@ class QueueRequests:
         self._admission_open = self._has_opened = False
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
-        self._too_slow: Counter[str] = Counter()
         self._batch: ShardedBatch | None = None
 
     # Workers
@@ -167,8 +165,7 @@ class QueueRequests:
 
     def complete_step(self, *, batch_id: str) -> int:
         """The batch is trained and its weights are published: move the version, and return it."""
-        for prompt_id in self._ledger.complete_step(batch_id):
-            self._too_slow[str(len(self._cursor.get(prompt_id).token_ids))] += 1
+        self._ledger.complete_step(batch_id)
         # A request that is repeated late must not touch the next batch.
         if self._batch is not None and self._batch.batch.batch_id == batch_id:
             self._batch = None
@@ -206,7 +203,6 @@ class QueueRequests:
             missing=self._ledger.missing(),
             admission_open=self._admission_open,
             progress=self._ledger.progress + self._reported_progress,
-            too_slow=dict(self._too_slow),
             workers={name: self._worker_status(name) for name in self._workers},
             parked=self.num_parked,
         )
@@ -223,7 +219,6 @@ class QueueRequests:
             heartbeat_age_s=now - worker.seen_at,
             leases=num_leases,
             oldest_lease_age_s=0.0 if oldest is None else now - oldest,
-            progress=worker.progress,
         )
 
 

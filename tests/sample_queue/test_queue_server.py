@@ -252,8 +252,8 @@ def test_status_tells_who_holds_what_since_when() -> None:
         client.heartbeat(worker="verifier/0", lease_ids=[], progress=0)
         clock.now = 5.0
         workers = client.status()["workers"]
-        unknown = {"role": "", "heartbeat_age_s": 2.0, "leases": 0, "oldest_lease_age_s": 0.0, "progress": 0}
-        rollout = {"role": "rollout", "heartbeat_age_s": 5.0, "leases": 2, "oldest_lease_age_s": 5.0, "progress": 0}
+        unknown = {"role": "", "heartbeat_age_s": 2.0, "leases": 0, "oldest_lease_age_s": 0.0}
+        rollout = {"role": "rollout", "heartbeat_age_s": 5.0, "leases": 2, "oldest_lease_age_s": 5.0}
         assert workers == {"rollout/0": rollout, "verifier/0": unknown}
         client.complete_rollout(lease_id=second.lease_id, samples=make_samples())
         client.lease_verify(worker="verifier/0", limit=1, wait_s=0.0)
@@ -342,8 +342,8 @@ def test_a_step_completed_again_late_leaves_the_next_batch_alone(queue: QueueCli
     assert queue.fetch(batch_id="b", rank=0).version == 1
 
 
-def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
-    """One group a step at eta 1; the second prompt, of 2 tokens, is still being generated after two steps."""
+def test_prompts_that_are_too_slow_are_counted() -> None:
+    """One group a step at eta 1; the second prompt is still being generated after two steps."""
     changes = {"on_stale": "drop", "max_attempts": 1, "groups_per_step": 1, "num_minibatches": 1}
     with serving(**changes) as access, connected(access) as client:
         client.open_admission()
@@ -354,7 +354,6 @@ def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
             client.take(batch_id=batch_id, wait_s=0.0)
             client.complete_step(batch_id=batch_id)
             generate(client, 1)
-        assert client.status()["too_slow"] == {"2": 1}
         assert client.status()["counts"]["failed(too_slow)"] == 1
         assert client.complete_rollout(lease_id=slow.lease_id, samples=make_samples()) is False
 
