@@ -54,7 +54,7 @@ def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], 
     """Return the newest undamaged checkpoint, or the wanted one (`step-12`); nothing on the disk changes.
 
     Args:
-        say: Shows which checkpoints are passed over, and why, and one that cannot be verified.
+        say: Shows which checkpoints are passed over, and why.
 
     Raises:
         CheckpointError: There is none.
@@ -73,8 +73,6 @@ def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], 
     bad = []
     for step in steps:
         if not (problem := damage(there[step])):
-            if not (there[step] / _MANIFEST).exists():
-                say(f"step-{step} cannot be verified: an earlier version wrote it, without a manifest")
             return there[step]
         bad.append(f"step-{step}: {problem}")
         say(f"DAMAGED checkpoint, skipped: {there[step]}: {problem}")
@@ -104,7 +102,7 @@ def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
     began = time.time()
     try:
         yield temporary
-        (temporary / _META).write_text(json.dumps({"step": step, "time": began, "manifest": True}))
+        (temporary / _META).write_text(json.dumps({"step": step, "time": began}))
         seal(temporary)
     except Exception as error:
         written, free = _size(temporary), shutil.disk_usage(folder).free
@@ -159,17 +157,10 @@ def seal(checkpoint: Path) -> None:
 
 
 def damage(checkpoint: Path, part: str = "") -> str:
-    """Describe which files of a checkpoint, or of a folder in it, changed since they were saved; empty if none did.
-
-    A checkpoint of an early version has no manifest: only its `meta.json` is checked.
-    """
+    """Describe which files of a checkpoint, or of a folder in it, changed since they were saved; empty if none did."""
     path = checkpoint / _MANIFEST
     if not path.exists():
-        try:
-            read_meta(checkpoint)
-        except CheckpointError:
-            return f"{_META}: expected a step and a time, found something else"
-        return f"{_MANIFEST}: expected one, found none" if read_json(checkpoint / _META).get("manifest") else ""
+        return f"{_MANIFEST}: expected one, found none"
     manifest = read_json(path)
     # Of two names that one flipped bit has made equal, JSON keeps one: so the text is compared too.
     if _META not in manifest or path.read_bytes() != _text(manifest).encode():

@@ -92,7 +92,7 @@ def test_a_flipped_bit_makes_no_file_fall_out_of_the_manifest(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["manifest.json", "meta.json", "trainer/shard"])
 def test_a_missing_or_shorter_file_is_found(tmp_path: Path, name: str) -> None:
-    """Seen failing (the manifest) without the word in `meta.json` that there was one."""
+    """Seen failing with a checkpoint without a manifest taken for whole."""
     path = write_checkpoint(tmp_path, 1, fill, keep=1)
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[:-1])

@@ -15,6 +15,7 @@ from run_folders import write_checkpoint
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError
 from areal_lite.launch.commands.main import main
+from areal_lite.record.checkpoints import seal
 from areal_lite.record.length_bias import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.report import write_comparison, write_report
@@ -44,9 +45,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / "trainer" / "shard").write_bytes(b"weights")
 
     path = write_checkpoint(folder / "checkpoints", 6, fill, keep=1)
-    meta = {"step": 6, "time": 6.5}
-    (path / "meta.json").write_text(json.dumps(meta))
+    (path / "meta.json").write_text(json.dumps({"step": 6, "time": 6.5}))
     (path / "manifest.json").unlink()
+    seal(path)
     return folder
 
 

@@ -138,6 +138,7 @@ def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
         (checkpoint / "meta.json").write_text(json.dumps({"step": step, "time": 1.0}))
         if step in with_model:
             (checkpoint / "model" / "config.json").write_text("{}")
+        seal(checkpoint)
     return folder
 
 

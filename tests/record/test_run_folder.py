@@ -12,6 +12,7 @@ from run_folders import new_run_folder, save_run
 from areal_lite.api import open_run
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.checkpoints import seal
 from areal_lite.record.run_folder import RunFolder
 
 
@@ -123,7 +124,8 @@ def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tm
         if step == 2:
             checkpoint(folder, 2)
     (folder.newest_checkpoint() / "meta.json").write_text(json.dumps({"step": 2, "time": 2.5}))
-    (folder.newest_checkpoint() / "manifest.json").unlink()  # as of an earlier version, whose word is taken
+    (folder.newest_checkpoint() / "manifest.json").unlink()
+    seal(folder.newest_checkpoint())
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
 
