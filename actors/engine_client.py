@@ -19,11 +19,8 @@ class EngineClient:
     silent.
     """
 
-    def __init__(
-        self, handles: Mapping[str, Any], *, timeout_s: float, join_timeout_s: float, ranks_per_engine: int
-    ) -> None:
-        self._handles, self._ranks_per_engine = handles, ranks_per_engine
-        self._timeouts = {"timeout_s": timeout_s, "join_timeout_s": join_timeout_s}
+    def __init__(self, handles: Mapping[str, Any], *, timeout_s: float, ranks_per_engine: int) -> None:
+        self._handles, self._timeout_s, self._ranks_per_engine = handles, timeout_s, ranks_per_engine
         self.let_go: Callable[[], None] = lambda: None
         """Releases all that wait for a failed engine, the trainer included; set by the sender of a group."""
 
@@ -35,7 +32,7 @@ class EngineClient:
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
             references[name] = handle.init_weight_transfer_engine.remote(info)
-        self._finish(Calls(references), "init_weight_transfer_engine", setting="join_timeout_s")
+        self._finish(Calls(references), "init_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
         """Open the update."""
@@ -50,13 +47,12 @@ class EngineClient:
         self._call("finish_weight_update")
 
     def _call(self, method: str, *args: Any) -> None:
-        self._finish(call_all(self._handles, method, *args), method, setting="timeout_s")
+        self._finish(call_all(self._handles, method, *args), method)
 
-    def _finish(self, calls: Calls, method: str, *, setting: str) -> None:
-        timeout_s = self._timeouts[setting]
-        deadline = time.monotonic() + timeout_s
+    def _finish(self, calls: Calls, method: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
         errors: dict[str, Exception] = {}
-        for name, error in calls.answers(timeout_s):
+        for name, error in calls.answers(self._timeout_s):
             if error is not None:
                 errors[name] = error
                 break
@@ -72,14 +68,14 @@ class EngineClient:
                     errors[name] = error
             if method == "update_weights":  # an update that arrived must be closed before the next one
                 received = {name: self._handles[name] for name in calls.values}
-                call_all(received, "finish_weight_update").failures(self._timeouts["timeout_s"])
+                call_all(received, "finish_weight_update").failures(self._timeout_s)
         lost = {name for name, error in errors.items() if _is_lost(error)} | calls.pending.keys()
         reasons = {}
         for name in sorted(lost or errors or late):
             if name in errors:
                 reasons[name] = f"{method}: {describe(errors[name])}"
             else:
-                reasons[name] = f"it must finish {method} within weights.{setting}={timeout_s:g} s, it did not"
+                reasons[name] = f"it must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
         raise HandoverError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()), engines=reasons)
 
 

@@ -123,7 +123,6 @@ class OnlineTrainerActor(TrainerActor):
             host=local_address(config.run.network),
             ports=port_range(config.run.ports),
             timeout_s=config.weights.timeout_s,
-            join_timeout_s=config.weights.join_timeout_s,
         )
         self.squares = self._publisher.squares
 
@@ -136,8 +135,7 @@ class OnlineTrainerActor(TrainerActor):
         weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
 
         def client(handles: dict[str, Any]) -> EngineClient:
-            timeouts = {"timeout_s": weights.timeout_s, "join_timeout_s": weights.join_timeout_s}
-            return EngineClient(handles, ranks_per_engine=ranks, **timeouts)
+            return EngineClient(handles, ranks_per_engine=ranks, timeout_s=weights.timeout_s)
 
         clients = {name: client({name: handle}) for name, handle in engines.items()}
         group: dict[str, Any] = {"group_client": client(engines), "num_engine_ranks": ranks * len(engines)}

@@ -385,9 +385,8 @@ class WeightsConfig(Section):
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
     """gloo = CPU; nccl = GPUs; ipc = GPUs that an engine and a rank share"""
     timeout_s: float = Field(30.0, gt=0)
-    """time limit in seconds of one transfer; an engine that exceeds it is replaced"""
-    join_timeout_s: float = Field(30.0, gt=0)
-    """time limit in seconds for engines to join the transfer group; those that exceed it are replaced"""
+    """time limit in seconds for engines to join the transfer group, and of one transfer; those that exceed it are
+    replaced"""
     parity_every: int = Field(20, ge=0)
     """publications between logprob parity checks; the first is always checked; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"

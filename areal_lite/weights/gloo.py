@@ -52,7 +52,6 @@ class GlooInitInfo(WeightTransferInitInfo):
     host: str
     port: int
     timeout_s: float
-    join_timeout_s: float
     engine_ranks: int = 1
     """processes that hold a part of the engine's model"""
 
@@ -76,10 +75,8 @@ def _join(store: TCPStore, rank: int, info: "GlooInitInfo | GlooTrainerInitInfo"
     """Join a group from the address on the route to its store: gloo would take the host name's, often 127.0.1.1."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
-    options._timeout = timedelta(seconds=info.join_timeout_s)
-    group = ProcessGroupGloo(store, rank, 1 + info.engine_ranks, options)
-    group._set_default_timeout(timedelta(seconds=info.timeout_s))
-    return group
+    options._timeout = timedelta(seconds=info.timeout_s)
+    return ProcessGroupGloo(store, rank, 1 + info.engine_ranks, options)
 
 
 def _size_bytes(meta: ParamMeta) -> int:
@@ -132,7 +129,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 f"an engine's layers must take new weights, but vLLM packs the experts of {len(lost)} layers at the "
                 f"start and never again: {lost[:3]}. Fix: remove what quantises them, or use a GPU"
             )
-        timeout = timedelta(seconds=init_info.join_timeout_s)
+        timeout = timedelta(seconds=init_info.timeout_s)
         store = TCPStore(
             init_info.host, init_info.port, world_size=1 + init_info.engine_ranks, is_master=False, timeout=timeout
         )
@@ -272,7 +269,6 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     host: str
     ports: range
     timeout_s: float
-    join_timeout_s: float
     engine_ranks: int = 1
 
 
@@ -292,10 +288,9 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         """Form the pair: open a store, let the engine join it, join as rank 0."""
         assert source is not None, "a pair needs a source"
         assert init_info.is_sender, "pairs are formed by rank 0"
-        store = open_store(init_info.host, init_info.ports, timeout_s=init_info.join_timeout_s)
-        timeouts = {"timeout_s": init_info.timeout_s, "join_timeout_s": init_info.join_timeout_s}
+        store = open_store(init_info.host, init_info.ports, timeout_s=init_info.timeout_s)
         engine_info = GlooInitInfo(
-            host=init_info.host, port=store.port, engine_ranks=init_info.engine_ranks, **timeouts
+            host=init_info.host, port=store.port, engine_ranks=init_info.engine_ranks, timeout_s=init_info.timeout_s
         )
         with ThreadPoolExecutor(max_workers=1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, asdict(engine_info))

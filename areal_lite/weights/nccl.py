@@ -40,14 +40,14 @@ _aborting = threading.Lock()
 class NcclInitInfo(NCCLWeightTransferInitInfo):
     """Where an engine finds the trainer, and how long all may take to join."""
 
-    join_timeout_s: float
+    timeout_s: float
 
 
 @dataclass(kw_only=True)
 class NcclTrainerInitInfo(NCCLTrainerInitInfo):
     """The same for the trainer."""
 
-    join_timeout_s: float
+    timeout_s: float
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -93,11 +93,11 @@ class NcclWeightTransferEngine(NCCLWeightTransferEngine):
         self.shutdown()
         joining = _in_thread(super().init_transfer_engine, init_info)
         try:
-            joining.result(init_info.join_timeout_s)
+            joining.result(init_info.timeout_s)
         except TimeoutError:
             raise HandoverError(
-                f"trainer and engines must form their group within weights.join_timeout_s="
-                f"{init_info.join_timeout_s:g} s, they did not"
+                f"trainer and engines must form their group within weights.timeout_s="
+                f"{init_info.timeout_s:g} s, they did not"
             ) from None
 
     def start_weight_update(self) -> None:
@@ -178,11 +178,11 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
                     ) from own
                 raise
             try:
-                engine.model_update_group = opening.result(init_info.join_timeout_s)
+                engine.model_update_group = opening.result(init_info.timeout_s)
             except TimeoutError:
                 raise HandoverError(
                     "trainer rank 0 must form the group with the engines, which have joined, within "
-                    f"weights.join_timeout_s={init_info.join_timeout_s:g} s, it did not: see NCCL's log, or raise it"
+                    f"weights.timeout_s={init_info.timeout_s:g} s, it did not: see NCCL's log, or raise it"
                 ) from None
         return engine
 

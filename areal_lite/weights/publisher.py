@@ -143,7 +143,6 @@ class WeightPublisher:
         host: str,
         ports: range,
         timeout_s: float,
-        join_timeout_s: float = 30.0,
     ) -> None:
         """Connect no engine yet.
 
@@ -153,7 +152,7 @@ class WeightPublisher:
         """
         register()
         self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
-        self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
+        self._timeout_s = timeout_s
         self._model = model
         # Over ipc each rank hands the weights to the engine on its own GPU.
         self._source = CastSource(model, dtype, everywhere=transport == "ipc")
@@ -240,9 +239,8 @@ class WeightPublisher:
         return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
 
     def _connect_pair(self, client: Any, engine_ranks: int) -> Any:
-        timeouts = {"timeout_s": self._timeout_s, "join_timeout_s": self._join_timeout_s}
         info = GlooTrainerInitInfo(
-            host=self._host, ports=self._ports, rank=self._rank, engine_ranks=engine_ranks, **timeouts
+            host=self._host, ports=self._ports, rank=self._rank, engine_ranks=engine_ranks, timeout_s=self._timeout_s
         )
         return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._snapshot)
 
@@ -255,7 +253,7 @@ class WeightPublisher:
                 master_port=self._free_port(),
                 world_size=1 + num_engine_ranks,
                 packed_buffer_size_bytes=BUFFER_BYTES,
-                join_timeout_s=self._join_timeout_s,
+                timeout_s=self._timeout_s,
                 rank=self._rank,
             )
         else:

@@ -304,7 +304,7 @@ class Cluster:
         """Form transfer groups with the live engines; returns None for each engine, or why it failed."""
         before, self._connected = self._connected, dict(self.engines.handles)
         kept = [name for name, handle in self._connected.items() if before.get(name) == handle]
-        timeout_s = self._config.run.start_timeout_s + 2 * self._config.weights.join_timeout_s
+        timeout_s = self._config.run.start_timeout_s + 2 * self._config.weights.timeout_s
         failures, *_ = self.ranks.ask("connect", self._connected, kept, timeout_s=timeout_s)
         return dict(failures)
 

@@ -112,7 +112,7 @@ def make_engine(model: nn.Module, *, rank: int = 0) -> GlooWeightTransferEngine:
 def make_sender(
     client: LocalClient, source: WeightSource, *, timeout_s: float = TIMEOUT_S
 ) -> GlooTrainerWeightTransferEngine:
-    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=timeout_s, join_timeout_s=timeout_s, rank=0)
+    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=timeout_s, rank=0)
     return GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
 
 
@@ -190,9 +190,7 @@ def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(mon
     """Seen failing with a group of two, and with the answer of the first part alone."""
     trainer, models = TinyModel(seed=1), [TinyModel(seed=2), TinyModel(seed=3)]
     parts = [make_engine(model, rank=rank) for rank, model in enumerate(models)]
-    info = GlooTrainerInitInfo(
-        host=HOST, ports=PORTS, timeout_s=TIMEOUT_S, join_timeout_s=TIMEOUT_S, rank=0, engine_ranks=2
-    )
+    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=TIMEOUT_S, rank=0, engine_ranks=2)
     client = LocalClient(*parts)
     sender = GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(trainer))
     sender.send_weights()
@@ -407,7 +405,7 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
 def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
     """One that never joins costs that time, once, and the others nothing.
 
-    Seen failing with one after another, and with the time of a transfer.
+    Seen failing with one after another.
     """
     both = threading.Barrier(2)
 
@@ -421,7 +419,7 @@ def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
             both.wait(TIMEOUT_S)
 
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    publisher = make_publisher(trainer, join_timeout_s=SHORT_S)
+    publisher = make_publisher(trainer, timeout_s=SHORT_S)
     clients = {"a": Waiting(make_engine(engine)), "b": Silent(make_engine(TinyModel(seed=3)))}
     begun = time.monotonic()
     failures = publisher.connect(clients, group_client=None, num_engine_ranks=2)

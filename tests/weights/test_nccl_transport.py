@@ -143,7 +143,6 @@ class Run:
         names: str,
         *,
         timeout_s: float = TIMEOUT_S,
-        join_timeout_s: float = TIMEOUT_S,
         trainer: nn.Module | None = None,
     ) -> None:
         monkeypatch.setattr(calls_module, "ray", ThreadRay())
@@ -155,9 +154,9 @@ class Run:
         self.lost: dict[str, str] = {}
         self.live = RayEngines(dict(self.engines), timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)
         self.trainer = trainer or TinyModel(seed=1)
-        self._timeouts = {"timeout_s": timeout_s, "join_timeout_s": join_timeout_s}
+        self._timeout_s = timeout_s
         self._publisher = WeightPublisher(
-            self.trainer, transport="nccl", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, **self._timeouts
+            self.trainer, transport="nccl", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=timeout_s
         )
         self._connected = set[str]()
         self.version = self.num_groups = 0
@@ -186,7 +185,7 @@ class Run:
         if self._connected != set(handles):
             self._connected = set(handles)
             self.num_groups += 1
-            client = EngineClient(handles, ranks_per_engine=1, **self._timeouts)
+            client = EngineClient(handles, ranks_per_engine=1, timeout_s=self._timeout_s)
             failures = self._publisher.connect(
                 dict.fromkeys(handles), group_client=client, num_engine_ranks=len(handles)
             )
@@ -326,10 +325,10 @@ def test_an_engine_that_does_not_join_is_left_out(make_run: Callable[..., Run]) 
 
     Seen failing without `_in_thread` on either side: the test took the five minutes of vLLM's store.
     """
-    run = make_run("abc", join_timeout_s=SHORT_S)
+    run = make_run("abc", timeout_s=SHORT_S)
     vars(run.engines["b"].transfer)["init_transfer_engine"] = lambda _: threading.Event().wait()
     run.hand_over()
-    assert run.lost == {"b": "it must finish init_weight_transfer_engine within weights.join_timeout_s=5 s, it did not"}
+    assert run.lost == {"b": "it must finish init_weight_transfer_engine within weights.timeout_s=5 s, it did not"}
     assert run.has_the_weights("a")
     assert run.has_the_weights("c")
 
@@ -339,7 +338,7 @@ def test_a_trainer_that_cannot_form_the_group_says_so(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing with nothing but the engines, which wait for it, to blame."""
-    run = make_run("ab", join_timeout_s=SHORT_S)
+    run = make_run("ab", timeout_s=SHORT_S)
 
     def fail(info: Any) -> None:
         raise RuntimeError("the port is taken")
