@@ -1,7 +1,5 @@
 """Scores, as `verify`, `eval` and `replay` show them: one summary of plain figures, and one way to print it."""
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
@@ -9,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -22,9 +19,7 @@ from areal_lite.types import means
 from areal_lite.verify.protocol import Reply
 
 _RESULT = {"index": int, "prompt": str, "completion": str, "reward": Maybe(float)}
-_BINS = 10
 _LOWEST = 5
-_BAR_WIDTH = 40
 _TEXT_WIDTH = 160
 
 
@@ -49,9 +44,8 @@ def summarise(cases: Sequence[Case], *, wall_s: float = 0.0, gauges: Mapping[str
 
     Returns:
         `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`.
-        `reward` is None where nothing was scored, else `mean, interval, min, max, ones, zeros` and `histogram`:
-        `interval` is that of 95 % of the mean, `ones` and `zeros` are shares, and `histogram` is a list of `[from, to,
-        count]` whose bins exclude their upper end, except the last. `lowest` has no case with the best reward.
+        `reward` is None where nothing was scored, else `mean, interval, min, max, ones, zeros`: `interval` is that of
+        95 % of the mean, `ones` and `zeros` are shares. `lowest` has no case with the best reward.
         `results` holds every case with a reply, and its total reward.
     """
     results: list[dict[str, Any]] = []
@@ -87,14 +81,9 @@ def summarise(cases: Sequence[Case], *, wall_s: float = 0.0, gauges: Mapping[str
 
 
 def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
-    counts = Counter(rewards)
-    histogram = [[value, value, counts[value]] for value in sorted(counts)]
-    if len(counts) > _BINS:
-        numbers, edges = np.histogram(rewards, bins=_BINS)
-        histogram = [list(bin) for bin in zip(edges.tolist(), edges[1:].tolist(), numbers.tolist(), strict=False)]
-    shares = {name: counts[value] / len(rewards) for name, value in (("ones", 1.0), ("zeros", 0.0))}
+    shares = {name: rewards.count(value) / len(rewards) for name, value in (("ones", 1.0), ("zeros", 0.0))}
     known = {"mean": fmean(rewards), "interval": mean_interval(rewards)}
-    return known | {"min": min(rewards), "max": max(rewards), **shares, "histogram": histogram}
+    return known | {"min": min(rewards), "max": max(rewards), **shares}
 
 
 def show_comparison(*files: Path, console: Console) -> None:
@@ -142,10 +131,6 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     if reward := summary["reward"]:
         cells = {name: f"{reward[name]:.4g}" for name in ("mean", "min", "max")}
         _print_table("scores", [cells | {"1": f"{reward['ones']:.2%}", "0": f"{reward['zeros']:.2%}"}], console)
-        most = max(count for *_, count in reward["histogram"])
-        for low, high, count in reward["histogram"]:
-            label = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-            console.print(Text(f"{label:>20} {'█' * math.ceil(_BAR_WIDTH * count / most)} {count}"))
     figures = {**summary["parts"], **summary["metrics"]}
     _print_table("parts and metrics", ({"": name, "mean": f"{mean:.4g}"} for name, mean in figures.items()), console)
     verifiers = ({"": name, **_cells(gauges)} for name, gauges in summary["verifiers"].items() if gauges["calls"])
