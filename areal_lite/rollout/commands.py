@@ -9,14 +9,12 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
+from areal_lite.rollout.agents import Llm
 from areal_lite.verify.builtin.sandbox import system_view
 from areal_lite.verify.descendants import kill_trees
-
-if TYPE_CHECKING:
-    from areal_lite.rollout.agents import Llm
 
 _OUTPUT_MB = 64
 _SHOWN = 300
@@ -33,7 +31,7 @@ os.execv("/bin/sh", ["sh", "-c", sys.argv[3]])
 
 
 async def run_command(
-    task: Mapping[str, Any], llm: "Llm", *, command: str, memory_mb: int, is_sandboxed: bool = False
+    task: Mapping[str, Any], llm: Llm, *, command: str, memory_mb: int, is_sandboxed: bool = False
 ) -> Any:
     """Run a shell command, which reads the task from a line of JSON; return the JSON in the last line that it prints.
 

@@ -3,24 +3,21 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from areal_lite.config.plugins import known_names
+from areal_lite.config.recipe import Config
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
+from areal_lite.types import Prompt
 from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.quarantine import NOT_ITS_OWN
-
-if TYPE_CHECKING:
-    from areal_lite.config.recipe import Config
-    from areal_lite.config.verifier import VerifierSettings
-    from areal_lite.types import Prompt
 
 _ROWS = 8
 _LOAD_S = 20.0
 """A function that takes longer to load is not called here: the run loads it again."""
 
 
-def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
+def check_first_calls(config: Config, prompts: Iterable[Prompt]) -> None:
     """Call each verify function of the user's with a row and its answer as the completion.
 
     If that fails, it is called with further rows, and with an empty text: it may be meant to fail at some. Left out are
@@ -59,7 +56,7 @@ def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
             )
 
 
-async def _failure(settings: "VerifierSettings", rows: Sequence["Prompt"], environment: dict[str, str]) -> str:
+async def _failure(settings: VerifierSettings, rows: Sequence[Prompt], environment: dict[str, str]) -> str:
     """Return how the first call failed, where all did."""
     alone = {"processes": 1, "concurrency": 1, "max_failure_share": 1.0, "unavailable_s": 0.0}
     pool = VerifierPool(settings.model_copy(update=alone), start_timeout_s=_LOAD_S, environment=environment)

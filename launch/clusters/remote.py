@@ -11,13 +11,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.run.signals import notices_held_back
-
-if TYPE_CHECKING:
-    from areal_lite.launch.clusters.job import Job
 
 _TIMEOUT_S = 60.0
 _GRACE_S = 20
@@ -26,12 +24,12 @@ _PID = re.compile(r"^areal-lite pid (\d+)\n", re.MULTILINE)
 _ENDED = "\nareal-lite ended it\n"
 
 
-def python_of(job: "Job") -> str:
+def python_of(job: Job) -> str:
     """Return the interpreter on the nodes: that of the profile's `enter`, or the present one, at the same path."""
     return "python" if job.ships or job.profile.enter else shlex.quote(sys.executable)
 
 
-def script(job: "Job", *, env: Mapping[str, str] = {}, template: str = "node.sh", **values: Any) -> str:
+def script(job: Job, *, env: Mapping[str, str] = {}, template: str = "node.sh", **values: Any) -> str:
     """Return a shell script that prints its process id and becomes a command, in the job's folder and environment.
 
     Args:
@@ -60,7 +58,7 @@ def render(template: str, *, templates: Path | None = None, **values: Any) -> st
 class Remote:
     """A process of a job on a node; once the shell that reaches the node ends, it has ended or is out of reach."""
 
-    def __init__(self, job: "Job", shell: Sequence[str], text: str, *, log: Path) -> None:
+    def __init__(self, job: Job, shell: Sequence[str], text: str, *, log: Path) -> None:
         """Start it; its output goes into `log`, which is named NODE-driver.log or NODE-ray.log."""
         self._job, self._shell, self.log = job, shell, log
         # A batch system signals all processes; this one must outlive that, until the run has saved.
@@ -113,7 +111,7 @@ class Remote:
         return problem
 
 
-def end_process(job: "Job", shell: Sequence[str], *, log: Path) -> str | None:
+def end_process(job: Job, shell: Sequence[str], *, log: Path) -> str | None:
     """End the process that wrote a log, unless it has ended, and note that in the log; returns what went wrong."""
     text = log.read_text(errors="replace")
     if (found := _PID.search(text)) is None or _ENDED in text:

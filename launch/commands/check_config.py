@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.sections import COMMANDS
 from areal_lite.launch.commands.estimate import memory_here
 from areal_lite.launch.commands.options import Overrides, Recipe
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
 
 
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
@@ -35,10 +33,8 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     return 0
 
 
-def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:
+def explained_section(section: BaseModel, indent: str = "") -> Iterable[str]:
     """Render a section as YAML with a comment on each setting."""
-    from pydantic import BaseModel
-
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         meaning = f"  # {' '.join(str(field.description).split())}"
@@ -55,7 +51,7 @@ def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:
             yield f"{indent}{name}: {_scalar(value)}".ljust(44) + meaning + _choices(field)
 
 
-def _choices(field: "FieldInfo") -> str:
+def _choices(field: FieldInfo) -> str:
     """Return the words that a choice allows, in brackets."""
     words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return f" [{' | '.join(words)}]" if len(words) > 1 else ""
