@@ -32,14 +32,13 @@ from typing import TYPE_CHECKING, Any
 from areal_lite.config.sections import RolloutConfig
 from areal_lite.network import LOOPBACK
 from areal_lite.rollout.api_fields import FIELDS, Refusal
+from areal_lite.rollout.api_formats import FORMATS, Format, error_event
 from areal_lite.rollout.sessions import Call, Message, Parse, Placed, Session
 from areal_lite.rollout.workflows import named
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-
-    from areal_lite.rollout.api_formats import Format
 
 _MODEL = {"id": "policy", "object": "model", "owned_by": "areal-lite"}
 _TYPES = {
@@ -56,7 +55,7 @@ _RENDERERS = ThreadPoolExecutor(2, thread_name_prefix="render")
 class _Prepared:
     """A request that is ready to be generated."""
 
-    format: "Format"
+    format: Format
     body: dict[str, Any]
     digest: bytes
     """Of the body."""
@@ -252,8 +251,6 @@ class Endpoint:
         Raises:
             Refusal: The request is invalid, or not supported.
         """
-        from areal_lite.rollout.api_formats import FORMATS
-
         if api not in FORMATS:
             message = f"the API must be one of {', '.join([*FORMATS, 'models'])}, got {api}"
             raise Refusal(404, message, code="unknown_api")
@@ -284,8 +281,6 @@ class Endpoint:
 
     async def _stream(self, request: _Prepared, record: _Record) -> AsyncIterator[str]:
         """Yield an answer's events, the first at once, then a ping every `keep_alive_s` while it is generated."""
-        from areal_lite.rollout.api_formats import error_event
-
         with record.awaited():
             for event in request.format.opening(record.name, request.body, request.placed):
                 yield event
