@@ -297,7 +297,8 @@ class OnlineRecorder(Recorder):
         return {name: total / seconds if seconds > 0 else None for name, total in done.items()}
 
     def _evaluation_figures(self) -> dict[str, Any]:
-        found = {step: figures for step, figures in sorted(self.evaluations.items()) if _accuracy(figures) is not None}
+        evaluations = sorted(self.evaluations.items())
+        found = {step: figures for step, figures in evaluations if number(figures.get("accuracy")) is not None}
         last = list(found.values())[-1] if found else None
         parts = {
             f"eval_{name}": {str(step): figures[name] for step, figures in found.items() if figures.get(name)}
@@ -379,10 +380,6 @@ def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
 def _known(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """Return the figures of the rows that have one."""
     return [value for row in rows if (value := number(row.get(key))) is not None]
-
-
-def _accuracy(figures: Mapping[str, Any]) -> float | None:
-    return number(figures.get("accuracy"))
 
 
 def _readable(step: int, group: Group) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import statistics
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def large(job: Job) -> None:
     def leave(row: Mapping[str, Any]) -> None:
         if row["step"] < config.run.steps - 1:
             return
-        figures, size_gb = figures_of(folder), sum(file.stat().st_size for file in _weights(config)) / 1e9
+        weights = Path(config.model.path).glob("*.safetensors")
+        figures, size_gb = figures_of(folder), sum(file.stat().st_size for file in weights) / 1e9
         copy_gb_s = read_figures(Path(job.out) / "machine").get("copy_gb_s")
         copy = "not compared with a copy, which was not measured"
         if copy_gb_s is not None:
@@ -117,10 +118,6 @@ def _config(job: Job, run: str) -> Config:
     from areal_lite.launch.bench.gpu_trainer import random_model
 
     return job.config(run, **{"model.path": str(random_model(job))})
-
-
-def _weights(config: Config) -> Iterator[Path]:
-    return Path(config.model.path).glob("*.safetensors")
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
