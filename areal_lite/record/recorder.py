@@ -167,6 +167,7 @@ class OnlineRecorder(Recorder):
         self._config, self._totals = config, _EventTotals()
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
+        self._totals.ends.update(row["step"] for row in self.rows[-1:])
         now = time.time()
         self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now))
         self._origin: Reading | None = None
