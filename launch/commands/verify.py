@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
@@ -65,8 +65,9 @@ def verify(
     cases = [case for case in load_cases(rows, completions) if limit is None or case.index < limit]
     console = Console()
     logging.getLogger("areal_lite.verify").addHandler(logging.NullHandler())  # the tables show each failure
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("scoring", total=len(cases))
+    bar = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*bar, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
         wall_s, gauges = asyncio.run(score_all(config, cases, on_reply=lambda: progress.advance(task)))
     summary = summarise(cases, wall_s=wall_s, gauges=gauges)
     cut = "" if summary["tried"] == summary["cases"] else f" of {summary['cases']}"
