@@ -6,7 +6,7 @@ PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
 # Compiled modules make imports fast; some machines and images tell Python not to write them.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help setup demo test-fast test gpu-check examples format check size clean
+.PHONY: help setup demo test-fast test gpu-check examples format check size figures clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ check: setup ## what a change must pass: format, lint, types, tests
 
 size: setup ## count the lines of Python by folder, all and pure code
 	@$(PYTHON) docs/size.py
+
+figures: setup ## list the published figures and whether they are of this code (ARGS=measure measures stale ones again)
+	@$(PYTHON) docs/figures.py $(ARGS)
 
 clean: ## remove caches and build products (.venv, runs and the warm-start cache stay)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

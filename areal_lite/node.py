@@ -72,11 +72,8 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         disk: A folder on the disk that the run is written to; its nearest existing parent counts.
         environment: Names of the variables to echo.
     """
-    gpus, here = _ask_gpus(), Path(__file__).resolve().parent
-    # An installed package holds the two folders, a checkout has links to them: each file counts once.
-    hashes = {content_hash(path) for part in (".", "actors", "launch") for path in (here / part).rglob("*.py")}
-    code_hash = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:12]
-    versions = {"python": platform.python_version(), **package_versions(), "code": code_hash}
+    gpus = _ask_gpus()
+    versions = {"python": platform.python_version(), **package_versions(), "code": source_hash()}
     folder = next(path for path in (Path(disk), *Path(disk).parents) if path.exists())
     shm = Path("/dev/shm")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -94,6 +91,15 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         contents={path: content_hash(Path(path)) for path in paths},
         environment={name: os.environ.get(name, "") for name in environment},
     )
+
+
+def source_hash() -> str:
+    """Return a short hash of the package's Python and YAML files, by which figures and nodes name what they ran."""
+    here = Path(__file__).resolve().parent
+    # An installed package holds the two folders, a checkout has links to them: each file counts once.
+    files = {path for part in (".", "actors", "launch") for path in (here / part).rglob("*.*")}
+    hashes = {content_hash(path) for path in files if path.suffix in (".py", ".yaml")}
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:12]
 
 
 def processor() -> str | None:

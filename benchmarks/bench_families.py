@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.run.parity import Difference
+from areal_lite.node import source_hash
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
@@ -252,7 +253,7 @@ def measure_fp8(run: Run) -> dict[str, dict[str, float]]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Measure and keep all other rows."""
+    """Measure and keep all other rows; the file is of this source once all rows are."""
     path = DOCS / "families.json"
     rows = {(row["family"], row["dtype"]): row for row in json.loads(path.read_text())["rows"] if "dtype" in row}
     for name in names or ALL_FAMILIES:
@@ -263,8 +264,10 @@ def main(names: Sequence[str]) -> None:
                 reason = re.sub(r"/\S+", "its folder", f"{type(error).__name__}: {error}".splitlines()[0])
                 row = {"family": Path(name).name, "dtype": dtype, "failed": reason[:200]}
             print(json.dumps(row), flush=True)
-            rows[row["family"], dtype] = row
-            path.write_text(json.dumps({**surroundings(), "rows": list(rows.values())}, indent=1) + "\n")
+            rows[row["family"], dtype] = row | {"source": source_hash()}
+            sources = {row.get("source") for row in rows.values()}
+            place = surroundings() | {"source": sources.pop() if len(sources) == 1 else None}
+            path.write_text(json.dumps({**place, "rows": list(rows.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal_lite.config.sections import RolloutConfig
+from areal_lite.launch.bench.harness import surroundings
 from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import Sampling
@@ -165,7 +166,7 @@ def main(folder: Path) -> list[dict[str, Any]]:
     for name in (*CLIENTS, *NODE, *PROGRAMS):
         rows.append(tried(name, folder))
         print(json.dumps(rows[-1]), flush=True)
-    (DOCS / "frameworks.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    (DOCS / "frameworks.json").write_text(json.dumps({**surroundings(), "rows": rows}, indent=1) + "\n")
     subprocess.run([sys.executable, DOCS / "tables.py"], check=True)
     return rows
 

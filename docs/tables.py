@@ -34,6 +34,7 @@ from areal_lite.launch.bench.gpu_part import table
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
+from areal_lite.node import source_hash
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
 from areal_lite.record.intervals import paired
 from areal_lite.record.metrics import metrics_tables
@@ -63,7 +64,7 @@ def save(name: str, content: Row) -> None:
     text = json.dumps(content, indent=1)
     if "pairs" in content:
         pairs = ",\n".join(f"  {json.dumps(pair)}" for pair in content["pairs"])
-        text = f'{{\n "library": {json.dumps(content["library"])},\n "pairs": [\n{pairs}\n ]\n}}'
+        text = json.dumps(content | {"pairs": []}, indent=1).replace("[]", f"[\n{pairs}\n ]")
     (HERE / f"{name}.json").write_text(text + "\n")
 
 
@@ -489,15 +490,19 @@ def copy_results(words: Sequence[str]) -> None:
     """Copy results into the JSON files."""
     if words == ["score"]:
         pairs = list(map(scored, load("math-verifier")["pairs"]))
-        save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
+        library = f"math-verify {version('math-verify')}"
+        save("math-verifier", {"source": source_hash(), "library": library, "pairs": pairs})
         return
     if words == ["memory"]:
         now = [estimated(*size) for size in SIZES]
-        save("memory", load("memory") | {"commit": surroundings()["commit"], "now": now})
+        save("memory", {**surroundings(), "now": now})
         return
     if folders := [Path(word) for word in words if Path(word).is_dir()]:
         name = next((known for known in NAMED if folders[0].name.startswith(known)), "demo")
-        save(NAMED.get(name, name), {**surroundings(), "runs": list(map(demo_run, folders))})
+        runs = list(map(demo_run, folders))
+        sources = {run.get("source") for run in runs}  # a run's own: the code may have changed since
+        source = sources.pop() if len(sources) == 1 else None
+        save(NAMED.get(name, name), {**surroundings(), "source": source, "runs": runs})
     for results in (json.loads(Path(word).read_text()) for word in words if Path(word).is_file()):
         if "plan" in results:
             save(FILE_OF_PLAN[results["plan"]], results)

@@ -24,7 +24,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
-from areal_lite.node import machine_in_words, package_versions
+from areal_lite.node import machine_in_words, package_versions, source_hash
 from areal_lite.record.lanes import (
     GAP,
     PAUSE_PARTS,
@@ -75,7 +75,8 @@ class Recorder:
         self._failing = set[int]()
         if (port := run.prometheus_port) is not None:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
-        self._place = {"commit": commit_of_code(), "machine": machine_in_words()}  # now: files may change later
+        # Now, as files may change later.
+        self._place = {"commit": commit_of_code(), "source": source_hash(), "machine": machine_in_words()}
         self.rows = _Rows(folder.iterate("metrics.jsonl"))
         """Rows of `metrics.jsonl`, those of earlier starts included."""
         self.stopped_by = ""

@@ -23,7 +23,7 @@ from rich.console import Console
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench import view
-from areal_lite.node import package_versions, processor
+from areal_lite.node import package_versions, processor, source_hash
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.columns import Columns, Row
 from areal_lite.record.paths import with_absolute_paths
@@ -51,9 +51,10 @@ def ratios(values: Iterable[float], over: Iterable[float]) -> list[float]:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return the commit and the machine."""
+    """Return the commit, the hash of the package's source, and the machine."""
     return {
         "commit": commit_of_code(),
+        "source": source_hash(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "processor": processor(),

@@ -1,10 +1,14 @@
-"""Tables of measurements show what their JSON files hold."""
+"""Tables of measurements show what their JSON files hold, and what measures them again is written down."""
 
+import json
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from pages import tables as load_tables
 from places import DOCS
+
+from areal_lite import node
 
 
 @pytest.fixture
@@ -26,3 +30,43 @@ def test_every_part_has_one_place_and_every_place_a_part(tables: ModuleType) -> 
     assert sorted(places) == sorted(tables.all_parts())
     comments = [path.read_text().count(": docs/tables.py -->") for path in (*tables.OUTSIDE, *DOCS.glob("*.md"))]
     assert sum(comments) == len(places)
+
+
+def test_every_figure_has_a_command_that_measures_it_again() -> None:
+    """Seen failing with a command left out, and with one for figures that are gone."""
+    figures = load_tables("figures")
+    assert sorted(figures.COMMANDS) == sorted(figures.measured())
+    commands = [command.format(out="OUT") for command in figures.COMMANDS.values() if command is not None]
+    for word in " ".join(commands).split():
+        assert not word.endswith(".py") or (DOCS.parent / word).is_file(), word
+
+
+def test_figures_are_fresh_only_with_the_hash_of_todays_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A hash of Python and YAML files. Seen failing with Python alone, and with names alone."""
+    figures = load_tables("figures")
+    for name in ("node.py", "a.yaml", "notes.md"):
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(node, "__file__", str(tmp_path / "node.py"))
+    found = {"now": {"source": node.source_hash()}, "before": {"source": "0123"}, "never": {"commit": "abc"}}
+    assert figures.stale(found).keys() == {"before", "never"}
+    (tmp_path / "notes.md").write_text("2")
+    assert "now" not in figures.stale(found)
+    (tmp_path / "a.yaml").write_text("2")
+    assert "now" in figures.stale(found)
+    assert figures.main([]) == 1
+
+
+def test_what_is_stale_is_measured_until_it_is_fresh(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with a command that failed counted as done, and with fresh figures measured again."""
+    figures = load_tables("figures")
+    docs, fresh = tmp_path / "docs", {"source": figures.source_hash()}
+    docs.mkdir()
+    (docs / "performance.json").write_text(json.dumps({"queue": {}, "train": fresh}))
+    (docs / "memory.json").write_text("{}")
+    (tmp_path / "new").write_text(json.dumps(fresh))
+    monkeypatch.setattr(figures, "HERE", docs)
+    monkeypatch.setattr(figures, "COMMANDS", {"queue": "false", "train": "false", "memory": "cp new docs/memory.json"})
+    assert figures.main(["measure"]) == 1
+    assert capfd.readouterr().out == "queue: false\nmemory: cp new docs/memory.json\nnot measured: queue\n"
