@@ -99,7 +99,6 @@ def of(columns: Columns, rows: Callable[[Row], Iterable[Row]]) -> Make:
 
 RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
-NOTHING = "Not measured in this state."
 DRILL: Columns = {title: template for title, template in COLUMNS["drill"].items() if title != "losses"}
 OF_PAGES: dict[str, Columns] = COMPONENTS | {"drill": DRILL, "soak": COLUMNS["soak"]}
 
@@ -109,7 +108,7 @@ def benchmark(content: Row, *, name: str) -> str:
     found = [results for key, results in sorted(content.items()) if key.partition(", ")[0] == name]
     rows = [row for one in found for row in one["rows"] if not str(row.get("side")).startswith("fastest")]
     rows.sort(key=lambda row: row.get("parameters", 0))
-    heads = "\n".join(dict.fromkeys(map(head, found))) or NOTHING
+    heads = "\n".join(dict.fromkeys(map(head, found)))
     return f"{heads}\n\n{markdown(OF_PAGES[name], rows_of(name, rows))}"
 
 
@@ -121,17 +120,15 @@ def head(results: Row) -> str:
 
 def all_targets(content: Row) -> str:
     """Return the table of targets."""
-    found = [target for recipe in RECIPES for target in mode_targets(content.get(f"modes {recipe}"), recipe)]
+    found = [target for recipe in RECIPES for target in mode_targets(content[f"modes {recipe}"], recipe)]
     for name in ("rollout", "train", "queue", "peers"):
-        found += content.get(name, {}).get("targets", [])
+        found += content[name]["targets"]
     return markdown("targets", found)
 
 
-def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
+def mode_targets(content: Row, recipe: str) -> list[dict[str, Any]]:
     """Return the targets of a `bench modes`: the gain of the best asynchronous mode, and its pauses."""
-    lines = [line for line in (content or {}).get("modes", []) if line["mode"].startswith("async") and line["ratio"]]
-    if content is None or not lines:
-        return []
+    lines = [line for line in content["modes"] if line["mode"].startswith("async")]
     best = max(lines, key=lambda line: line["ratio"]["median"])
     over = f"`{recipe}`: {best['mode']} over {content['best_synchronous']}, samples/s"
     found = [{"measure": over, "at_least": RECIPES[recipe], **best["ratio"]}]
@@ -143,8 +140,7 @@ def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
 
 def modes_of_one(content: Row, *, recipe: str) -> str:
     """Render what one `bench modes` measured."""
-    if (modes := content.get(f"modes {recipe}")) is None:
-        return NOTHING
+    modes = content[f"modes {recipe}"]
     first, last = modes["measured_steps"]
     shown = [markdown(name, modes["modes"]) for name in ("modes", "shares of modes")]
     return "\n\n".join([f"{where(modes)} Steps {first + 1} to {last}.", *shown])
@@ -152,9 +148,7 @@ def modes_of_one(content: Row, *, recipe: str) -> str:
 
 def modes_of_both(content: Row) -> str:
     """Render README's table: a line per mode, with lengths as large models have them, and with short answers."""
-    long, short = (content.get(f"modes {recipe}") for recipe in RECIPES)
-    if not (long and short):
-        return NOTHING
+    long, short = (content[f"modes {recipe}"] for recipe in RECIPES)
     others = {line["mode"]: line for line in short["modes"]}
     rows = [line | {"eta": MODES[line["mode"]].eta, "short": others.get(line["mode"])} for line in long["modes"]]
     return markdown(OWN["modes"], rows)
@@ -397,11 +391,6 @@ def estimated(model: str, ranks: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- GPUs
 
 
-def gpu(content: Row) -> str:
-    """Return what a `bench gpu-check` measured, if there was one."""
-    return page(content) if content else "**Nothing has been run on a GPU yet.** The check has been rehearsed on a CPU."
-
-
 def gpu_parts(_content: Row) -> str:
     """Return the table of the parts of the check."""
     rows = [{"name": name, **part.model_dump()} for name, part in table().parts.items()]
@@ -469,7 +458,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     "families": ("families", families),
     "math": ("math-verifier", math_verifier),
     "memory": ("memory", memory),
-    "gpu": ("gpu", gpu),
+    "gpu": ("gpu", page),
     "gpu parts": ("gpu", gpu_parts),
     "frameworks": ("frameworks", frameworks),
 }
@@ -530,8 +519,7 @@ def main(words: Sequence[str]) -> None:
     for name, draw in PICTURES.items():
         draw(load(name))
     for recipe in RECIPES:
-        if modes := load("performance").get(f"modes {recipe}"):
-            draw_modes(modes, HERE / f"modes-{recipe}.svg")
+        draw_modes(load("performance")[f"modes {recipe}"], HERE / f"modes-{recipe}.svg")
 
 
 if __name__ == "__main__":
