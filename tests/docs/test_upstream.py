@@ -90,7 +90,8 @@ ray.util.scheduling_strategies: NodeAffinitySchedulingStrategy PlacementGroupSch
 transformers.conversion_mapping: get_model_conversion_mapping
 transformers.core_model_loading: Concatenate(dim) MergeModulelist WeightConverter(operations)
 transformers.distributed: DistributedConfig
-transformers.distributed.tensor_parallel: _AllReduceBackward apply_tensor_parallelism replace_layer_number_by_wildcard
+transformers.distributed.tensor_parallel: _AllReduceBackward apply_expert_parallelism apply_tensor_parallelism
+    replace_layer_number_by_wildcard
 transformers.integrations.sdpa_attention: sdpa_attention_forward
 transformers.modeling_layers: GradientCheckpointingLayer
 transformers.distributed.mixin: DistributedMixin(maybe_distribute_model)
