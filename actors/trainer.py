@@ -13,6 +13,7 @@ from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.process import MeasuredProcess, log_to_file, position
 from areal_lite.config.recipe import Config
 from areal_lite.network import local_address, port_range
+from areal_lite.record.checkpoints import Digest, digests
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
 
@@ -88,10 +89,18 @@ class TrainerActor(MeasuredProcess):
             self._snapshots.clear()  # before there is another: each is a copy of everything
             self._snapshots.append(self._trainer.snapshot(copied=copied))
 
-    def save(self, folder: Path) -> None:
-        """Write the snapshot to a checkpoint and release it."""
+    def save(self, folder: Path) -> dict[str, Digest]:
+        """Write the snapshot to a checkpoint and release it; returns the digests of the files that this rank wrote."""
+        from areal_lite.train.checkpoint import files_of
+
         with self._writing:
             self._snapshots.pop()(folder)
+            return digests(files_of(folder, self._rank))
+
+    def export(self, folder: Path) -> dict[str, Digest]:
+        """Write a Hugging Face folder, as the trainer does; rank 0 returns the digests of its files."""
+        self._trainer.export(folder)
+        return digests(path for path in folder.rglob("*") if path.is_file()) if self._rank == 0 else {}
 
     def stop(self) -> None:
         """Leave the process group."""

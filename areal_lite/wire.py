@@ -14,7 +14,7 @@ it restores a dataclass from its annotations many times faster than Python could
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -41,6 +41,8 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _ANY_SHAPE = 0
 _OURS = msgspec.msgpack.encode((SCHEMA_VERSION, None))[:-1]
 """How every message of this version begins."""
+_EMPTY_LIST, _LONG_LIST = b"\x90", b"\xdd"
+"""In msgpack: a list without items; the begin of one, before its length in 4 bytes."""
 _DATACLASSES = (Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan)
 _TRAVELLERS = (type(None), bool, int, float, str, bytes, np.ndarray, np.generic, StrEnum, *_DATACLASSES)
 _UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
@@ -63,6 +65,22 @@ def encode(value: Any) -> bytes:
             "a message holds plain values, numpy arrays and the dataclasses of areal_lite.types, got something else "
             f"({error}): convert it before sending"
         ) from error
+
+
+def encode_in_parts(value: Any, items: Sequence[Any]) -> Iterator[bytes]:
+    """Yield, in parts, the bytes of a message that ends with a long list: a part is quick to make.
+
+    Example: `b"".join(encode_in_parts({"ids": []}, [1, 2]))` decodes to `{"ids": [1, 2]}`.
+
+    Args:
+        value: As for `encode`; its very last value is an empty list.
+        items: Of that list, in the value's place.
+    """
+    head = encode(value)
+    assert head.endswith(_EMPTY_LIST)
+    yield head[: -len(_EMPTY_LIST)] + _LONG_LIST + len(items).to_bytes(4, "big")
+    for item in items:
+        yield _ENCODER.encode(_checked(item))
 
 
 def decode(data: bytes, kind: Any = Any) -> Any:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from areal_lite.errors import CheckpointError
 from areal_lite.record.run_files import number, read_json, remove
 
 _MANIFEST, _META = "manifest.json", "meta.json"
+Digest = dict[str, int | str]
+"""`size` in bytes and `sha256` of a file."""
 _NAME = re.compile(r"\.?step-(\d+)(\.aside)?")
 
 
@@ -137,8 +139,22 @@ def make_newest(checkpoint: Path, *, say: Callable[[str], object]) -> None:
     _clear(folder)
 
 
-def seal(checkpoint: Path) -> None:
-    """Add every file that the manifest lacks to it, once the file has reached the disk."""
+def digests(paths: Iterable[Path]) -> dict[str, Digest]:
+    """Return size and SHA-256 of files, by path, once they have reached the disk."""
+    found = list(paths)
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+        return dict(zip(map(str, found), pool.map(_digest, found), strict=True))
+
+
+def seal(checkpoint: Path, known: Mapping[str, Digest] | None = None) -> None:
+    """Add every file that the manifest lacks to it, once the file has reached the disk.
+
+    Args:
+        known: From `digests`, by those that wrote the files: these are not read again.
+
+    Raises:
+        CheckpointError: The manifest is damaged, or a file of `known` is not there.
+    """
     final, temporary = checkpoint / _MANIFEST, checkpoint / f".{_MANIFEST}.tmp"
     remove(temporary)
     problems: list[str] = []
@@ -146,9 +162,15 @@ def seal(checkpoint: Path) -> None:
     if final.exists() and problems:
         raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path not in (final, temporary)]
-    new = {name: path for path in paths if (name := path.relative_to(checkpoint).as_posix()) not in manifest}
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        manifest |= dict(zip(new, pool.map(_fingerprint, new.values()), strict=True))
+    known = known or {}
+    if missing := sorted(known.keys() - set(map(str, paths))):
+        raise CheckpointError(
+            f"expected {missing[0]}, which a trainer rank wrote, got no such file here. Fix: put run.dir on storage "
+            "that all nodes share"
+        )
+    name_of = {str(path): path.relative_to(checkpoint).as_posix() for path in paths}
+    new = [path for path in paths if name_of[str(path)] not in manifest and str(path) not in known]
+    manifest |= {name_of[path]: digest for path, digest in {**known, **digests(new)}.items()}
     temporary.write_text(_text(manifest))
     _sync(temporary)
     os.replace(temporary, final)
@@ -158,7 +180,10 @@ def seal(checkpoint: Path) -> None:
 
 def damage(checkpoint: Path, part: str = "") -> str:
     """Describe which files of a checkpoint, or of a folder in it, changed since they were saved; empty if none did."""
-    path = checkpoint / _MANIFEST
+    path, name = checkpoint / _MANIFEST, _NAME.fullmatch(checkpoint.name)
+    step = read_json(checkpoint / _META).get("step")
+    if name and isinstance(step, int) and step != int(name[1]):
+        return f"expected step {int(name[1])} in {_META}, as in the folder's name, found step {step}"
     if not path.exists():
         return f"{_MANIFEST}: expected one, found none"
     manifest = read_json(path)
@@ -178,13 +203,13 @@ def _size(folder: Path) -> int:
 
 def _difference(path: Path, expected: Any) -> str:
     try:
-        found: Any = _fingerprint(path, sync=False)
+        found: Any = _digest(path, sync=False)
     except (OSError, ValueError) as error:
         found = repr(error)
     return "" if found == expected else f"expected {expected}, found {found}"
 
 
-def _fingerprint(path: Path, *, sync: bool = True) -> dict[str, int | str]:
+def _digest(path: Path, *, sync: bool = True) -> Digest:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:

@@ -170,6 +170,35 @@ def reading(events: Iterable[Event], time: float) -> Reading:
     return clocks.read(time)
 
 
+def between_publications(events: Iterable[Event]) -> "Stretch | None":
+    """Return the time between the first and the last publication of a log; None for just one.
+
+    A log of any length is read once and not kept: an event waits here only until a publication later than it.
+
+    Args:
+        events: Each lane's in order of time.
+    """
+    at_first, at_last, waiting, times = LaneClocks(), LaneClocks(), list[Event](), list[float]()
+
+    def feed(event: Event) -> None:
+        at_last.feed([event])
+        if event["time"] <= times[0]:
+            at_first.feed([event])
+
+    for event in (one for one in events if one["kind"] in _STATES):
+        if event["kind"] == "published":
+            times = [times[0] if times else event["time"], event["time"]]
+            for one in waiting:
+                if one["time"] <= times[1]:
+                    feed(one)
+            waiting = [one for one in waiting if one["time"] > times[1]]
+        if times and event["time"] <= times[1]:
+            feed(event)
+        else:
+            waiting.append(event)
+    return Stretch(at_first.read(times[0]), at_last.read(times[1])) if times and times[0] < times[1] else None
+
+
 class Stretch:
     """The time between two readings of all clocks."""
 

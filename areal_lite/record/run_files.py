@@ -4,6 +4,7 @@ Reading never fails on content. A flipped bit, a line cut off by a kill, a value
 version: the row or file that does not have the expected shape is left out and named, and the rest counts.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -13,13 +14,37 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 Row = dict[str, Any]
+_UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class Maybe(NamedTuple):
     """A shape that may be missing or null."""
 
     shape: Any
+
+
+def shape(wanted: Any) -> Any:
+    """Return the type of values read from JSON that `has_shape` compares with.
+
+    Args:
+        wanted: A type, where `float` is any number; keys with shapes, or `...` for any key, further keys may hold
+            anything; `[shape of every entry]`; `(shape, shape)` for a list of that length; or a `Maybe`.
+    """
+    if isinstance(wanted, Maybe):
+        return shape(wanted.shape) | None
+    if isinstance(wanted, list):
+        return list[shape(wanted[0])]  # type: ignore[misc]
+    if isinstance(wanted, tuple):
+        return tuple[tuple(map(shape, wanted))]  # type: ignore[misc]
+    if not isinstance(wanted, dict):
+        return wanted
+    if not wanted or ... in wanted:
+        return dict[str, shape(wanted.get(..., Any))]  # type: ignore[misc]
+    fields = ((key, shape(one), None) if isinstance(one, Maybe) else (key, shape(one)) for key, one in wanted.items())
+    return msgspec.defstruct("Shape", fields, kw_only=True)
 
 
 _SPAN = (int, int, int)
@@ -48,8 +73,7 @@ _ROWS: dict[str, Any] = {
         "samples": [_SAMPLE | {"branches": Maybe([_SAMPLE])}],
     },
 }
-"""What a row must have, by the file's name: a type; keys with shapes, `...` for all other keys; `[shape of every
-entry]`; `(shape, shape)` for a list of that length. Further keys may hold anything."""
+"""What a row must have, by the file's name."""
 
 _EVENTS: dict[str, Any] = {
     "group": {"start": float, "group": str, "samples": [{"end": float, "tokens": int, "spans": [_SPAN]}]},
@@ -64,6 +88,10 @@ _EVENTS: dict[str, Any] = {
     "settings": {"step": int, "was": {}},
 }
 """The same of an event, by its kind, in addition to `_ROWS`."""
+
+_SHAPES = {name: shape(wanted) for name, wanted in _ROWS.items()}
+_EVENT_SHAPES = {kind: shape(wanted) for kind, wanted in _EVENTS.items()}
+_ANY = shape({})
 
 
 def number(value: Any) -> float | None:
@@ -113,61 +141,72 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
     return list(iterate_rows(path, broken)), broken
 
 
-def iterate_rows(path: Path, broken: list[int] | None = None, *, shape: Any = None) -> Iterator[Row]:
-    """Yield the rows of a `.jsonl` file, one after another: a long event log never has to fit into memory.
+def iterate_rows(path: Path, broken: list[int] | None = None, *, last_bytes: int = 0) -> Iterator[Row]:
+    """Yield the rows of a `.jsonl` file that have what readers need, one after another; NaN and infinity are None.
 
     Args:
         broken: Gets the numbers of the lines that are left out.
-        shape: What a row must have, in the form of `_ROWS`; by default what readers of such a file need.
+        last_bytes: Of a longer file only so many are read, from the end; 0 = all.
     """
-    if path.is_file():
-        with path.open(errors="replace", newline="\n") as file:
-            expected = _ROWS.get(path.name.partition(".")[0], {}) if shape is None else shape
-            yield from parse_rows(file, broken, shape=expected)
-
-
-def parse_rows(lines: Iterable[str], broken: list[int] | None = None, *, shape: Any) -> Iterator[Row]:
-    """Yield the rows of such a shape; NaN and infinity, which JSON does not have, are None."""
-    for place, line in enumerate(lines, start=1):
-        if not line.strip("\n"):
-            continue
-        try:
-            row = json.loads(line, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            row = None
-        if has_shape(row, shape) and (shape is not _ROWS["events"] or has_shape(row, _EVENTS.get(row["kind"], {}))):
+    name = path.name.partition(".")[0]
+    wanted, by_kind = _SHAPES.get(name, _ANY), _EVENT_SHAPES if name == "events" else {}
+    for place, line in enumerate(_lines(path, last_bytes), start=1):
+        row = load_line(line)
+        if has_shape(row, wanted) and (not by_kind or has_shape(row, by_kind.get(row["kind"], _ANY))):
             yield row
-        elif broken is not None:
+        elif broken is not None and line.strip(b"\n"):
             broken.append(place)
 
 
-def has_shape(value: Any, shape: Any) -> bool:
-    """Compare a value read from JSON with a shape, written as in `_ROWS`; `float` is any finite number."""
-    if isinstance(shape, Maybe):
-        return value is None or has_shape(value, shape.shape)
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return False
-        rest = shape.get(...)
-        if rest and not all(has_shape(one, rest) for key, one in value.items() if key not in shape):
-            return False
-        return all(has_shape(value.get(key), one) for key, one in shape.items() if key is not ...)
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(has_shape(one, shape[0]) for one in value)
-    if isinstance(shape, tuple):
-        return isinstance(value, list) and len(value) == len(shape) and all(map(has_shape, value, shape))
-    if shape is float:
-        return number(value) is not None
-    return isinstance(value, shape) and not isinstance(value, bool)
+def iterate_lines(lines: Iterable[bytes], key: str, broken: list[int]) -> Iterator[tuple[float, bytes]]:
+    """Yield the lines of objects that have a number by this key, with the number, and little else of them read."""
+    decoder = msgspec.json.Decoder(shape({key: float}))
+    for place, line in enumerate(lines, start=1):
+        try:
+            yield getattr(decoder.decode(line), key), line
+        except _UNREADABLE:
+            if (found := number(table(load_line(line)).get(key))) is not None:
+                yield found, line
+            elif line.strip(b"\n"):
+                broken.append(place)
 
 
-def missing_steps(rows: Iterable[Row]) -> str:
-    """Name the steps between the first and the last of rows of metrics that no row is of.
+def _lines(path: Path, last_bytes: int) -> Iterator[bytes]:
+    if path.is_file():
+        with path.open("rb") as file:
+            if 0 < last_bytes < path.stat().st_size:
+                file.seek(-last_bytes, os.SEEK_END)
+                file.readline()  # the end of one
+            yield from file
 
-    >>> missing_steps([{"step": step} for step in (2, 3, 5, 9)])
+
+def load_line(line: bytes) -> Any:
+    """Read a line, None for one that is no JSON; msgspec is fast, and json reads what msgspec is too strict for."""
+    try:
+        return msgspec.json.decode(line)
+    except _UNREADABLE:
+        with contextlib.suppress(ValueError, RecursionError):
+            text = line.decode(errors="replace")
+            return json.loads(text, parse_constant=lambda _: None, parse_float=lambda text: number(float(text)))
+    return None
+
+
+def has_shape(value: Any, wanted: Any) -> bool:
+    """Compare a value read from JSON with what `shape` returned."""
+    try:
+        msgspec.convert(value, wanted)
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def missing_steps(steps: Iterable[int]) -> str:
+    """Name the steps up to the last of some steps that are not among them.
+
+    >>> missing_steps([2, 3, 5, 9])
     '1, 4, 6-8'
     """
-    known = sorted({0, *(int(row["step"]) for row in rows)})
+    known = sorted({0, *steps})
     gaps = [(before + 1, after - 1) for before, after in pairwise(known) if after - before > 1]
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in gaps)
 

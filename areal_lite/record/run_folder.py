@@ -25,9 +25,10 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import choose_checkpoint, make_newest, new_checkpoint, read_meta, whole_checkpoints
 from areal_lite.record.run_files import (
     Row,
+    iterate_lines,
     iterate_rows,
+    load_line,
     missing_steps,
-    parse_rows,
     read_json,
     read_rows,
     read_summary,
@@ -197,23 +198,23 @@ class RunFolder:
             make_newest(self.checkpoint, say=say)
             self.checkpoint = self.newest_checkpoint()
 
-        def is_earlier(row: Row) -> bool:
-            return bool(row["step"] <= step)
+        def is_earlier(number: float, line: bytes) -> bool:
+            return number <= step
 
-        def has_happened(event: Row) -> bool:
+        def has_happened(time_s: float, line: bytes) -> bool:
             # A change of settings at this very step has not trained anything.
-            return event["time"] <= moment and not (event.get("kind") == "settings" and event.get("step") == step)
+            return time_s <= moment and _settings_in(line).get("step") != step
 
-        known = [row for row, is_kept in self._split("metrics.jsonl", "step", is_earlier, say) if is_kept]
-        if missing := missing_steps([*known, {"step": step + 1}]):
+        steps = (int(row) for row, _, is_kept in self._split("metrics.jsonl", "step", is_earlier, say) if is_kept)
+        if missing := missing_steps([*steps, step + 1]):
             say(f"{self.path / 'metrics.jsonl'}: no row of step {missing}: figures and curves leave them out")
         deque(self._split("samples.jsonl", "step", is_earlier, say), maxlen=0)
         last, undone = 0.0, dict[str, Any]()
-        for event, is_kept in self._split("events.jsonl", "time", has_happened, say):
+        for time_s, line, is_kept in self._split("events.jsonl", "time", has_happened, say):
             if is_kept:
-                last = max(last, event["time"])
-            elif event.get("kind") == "settings":
-                undone = table(event.get("was")) | undone  # the first change after the checkpoint knows what held there
+                last = max(last, time_s)
+            else:
+                undone = table(_settings_in(line).get("was")) | undone  # the first change after the checkpoint knows
         if now is not None and step:
             self._log_changes(
                 flattened(self.recipe().model_dump()) | undone, flattened(now), step=step, time_s=last or moment
@@ -283,34 +284,40 @@ class RunFolder:
         self.guard()
         write_whole(self.path / name, json.dumps(content, indent=2, default=float) + "\n")
 
-    def write_trace(self) -> None:
-        """Turn `events.jsonl` into `trace.json.gz` for Perfetto."""
+    def write_trace(self, *, max_log_bytes: int = 100_000_000) -> None:
+        """Turn `events.jsonl` into `trace.json.gz` for Perfetto; of a longer log its end, as it would take minutes."""
         temporary = self.path / ".trace.json.gz.tmp"
         remove(temporary)
-        write_trace(temporary, lambda: self.iterate("events.jsonl"))
+        events = self.path / "events.jsonl"
+        write_trace(temporary, lambda: iterate_rows(events, last_bytes=max_log_bytes))
         os.replace(temporary, self.path / "trace.json.gz")
 
     def _split(
-        self, name: str, key: str, stays: Callable[[Row], bool], say: Callable[[str], object]
-    ) -> Iterator[tuple[Row, bool]]:
-        """Move rows, which need a number by this key, to `*.orphaned.jsonl`; yield every row, and whether it stays."""
-        path, broken, late = self.path / name, list[int](), self._late.pop(name, "")
+        self, name: str, key: str, stays: Callable[[float, bytes], bool], say: Callable[[str], object]
+    ) -> Iterator[tuple[float, bytes, bool]]:
+        """Move lines to `*.orphaned.jsonl`; yield the number by this key, the line, and whether it stays, of each."""
+        path, broken, late = self.path / name, list[int](), self._late.pop(name, "").encode()
         kept, orphaned = path.with_name(f".{name}.kept"), path.with_name(f"{path.stem}.orphaned.jsonl")
         if not (path.is_file() or late):
             return
         remove(kept)
-        shape = {key: float}  # a row that readers cannot use is not deleted
-        with kept.open("w") as staying, orphaned.open("a") as leaving:
-            rows, late_rows = iterate_rows(path, broken, shape=shape), parse_rows(late.splitlines(), shape=shape)
-            for row in itertools.chain(rows, late_rows):
-                is_kept = stays(row)
-                (staying if is_kept else leaving).write(json.dumps(row) + "\n")
-                yield row, is_kept
+        path.touch()
+        with path.open("rb") as lines, kept.open("wb") as staying, orphaned.open("ab") as leaving:
+            for number, line in iterate_lines(itertools.chain(lines, late.splitlines()), key, broken):
+                is_kept = stays(number, line)
+                (staying if is_kept else leaving).write(line.rstrip(b"\n") + b"\n")
+                yield number, line, is_kept
         os.replace(kept, path)
         if not orphaned.stat().st_size:
             orphaned.unlink()
         if broken:
             say(f"{path}: left out what cannot be read: line {', '.join(map(str, broken))}")
+
+
+def _settings_in(line: bytes) -> Row:
+    """Return the event of a line if it is one of changed settings, else nothing."""
+    event = table(load_line(line)) if b'"settings"' in line else {}
+    return event if event.get("kind") == "settings" else {}
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:

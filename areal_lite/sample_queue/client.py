@@ -86,6 +86,18 @@ class QueueClient(_Client, QueueRequests):
         """Send calls to another queue from now on, those that wait once more; from any thread."""
         self._access = access
 
+    def save(self) -> bytes:
+        """Return ledger and data cursor as bytes, for `service.restore`; the queue serves others meanwhile."""
+        parts, queue = list[bytes](), self._connected_to
+        try:
+            while part := self.save_part(part=len(parts)):
+                parts.append(part)
+        except LedgerError:
+            if self._connected_to is queue:
+                raise
+            return self.save()  # another queue has replaced it meanwhile
+        return b"".join(parts)
+
     def close(self) -> None:
         """Disconnect; a call that waits in another thread raises `LedgerError`. Idempotent."""
         self._closing.set()

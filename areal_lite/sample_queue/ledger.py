@@ -287,9 +287,9 @@ class Ledger:
         return max(0, self._settings.groups_per_step - len(self._groups.in_state(GroupState.READY)))
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain values and samples; changes nothing.
+        """Return what a resumed run needs, as plain values and samples that never change.
 
-        Leases do not survive: their groups are written as returned.
+        The outstanding groups, nearly all of it, come last. Leases do not survive: their groups are as returned.
         """
         return {
             "version": self._version,

@@ -5,7 +5,7 @@ It admits prompts on demand, joins the ledger's groups with them, and keeps trac
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,12 @@ from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.records import BatchInfo, QueueStatus, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Sample, Score, Shard
-from areal_lite.wire import decode, encode
+from areal_lite.wire import decode, encode_in_parts
 
+_PART_BYTES = 2**23
+"""Of a part of a save, unless one group has more."""
+_DEAD_AFTER_S = 600.0
+"""A worker without a heartbeat for so long is dead, even if nobody reported it, or its last request came after that."""
 _LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
 
 
@@ -65,6 +69,9 @@ class QueueRequests:
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
         self._batch: ShardedBatch | None = None
+        self._saving: Iterator[bytes] = iter(())
+        self._saved = -1, b""
+        """The last part of a save, and its number."""
 
     # Workers
 
@@ -196,6 +203,10 @@ class QueueRequests:
 
     def status(self) -> QueueStatus:
         """Return counts and workers."""
+        since = self._clock() - _DEAD_AFTER_S
+        self._workers = {
+            name: one for name, one in self._workers.items() if one.seen_at > since or self._ledger.held_by(name)[0]
+        }
         return QueueStatus(
             version=self._ledger.version,
             counts=self._ledger.counts(),
@@ -207,9 +218,23 @@ class QueueRequests:
             parked=self.num_parked,
         )
 
-    def save(self) -> bytes:
-        """Return ledger and data cursor as bytes for a checkpoint, to be read by `service.restore`."""
-        return encode({"ledger": self._ledger.state(), "cursor": self._cursor.state()})
+    def save_part(self, *, part: int) -> bytes:
+        """Return some of the bytes of ledger and data cursor, which `service.restore` reads; empty after the last ones.
+
+        All parts are of the moment of part 0, which also begins another save. Heartbeats are answered between two.
+
+        Raises:
+            LedgerError: It is neither 0, nor the last part, nor the next one.
+        """
+        if part == 0:
+            state = {"cursor": self._cursor.state(), "ledger": self._ledger.state()}
+            groups, state["ledger"]["groups"]["outstanding"] = state["ledger"]["groups"]["outstanding"], []
+            self._saving, self._saved = encode_in_parts(state, groups), (-1, b"")
+        if part == self._saved[0] + 1:
+            self._saved = part, _joined(self._saving, _PART_BYTES)
+        if part != self._saved[0]:
+            raise LedgerError(f"the parts of a save are read in order, got {part} after {self._saved[0]}: begin with 0")
+        return self._saved[1]
 
     def _worker_status(self, name: str) -> WorkerStatus:
         worker, now = self._workers[name], self._clock()
@@ -239,6 +264,14 @@ class QueueService(QueueRequests):
         return None if held is None else _LENT_TO[held.group.state]
 
 
+def _joined(parts: Iterator[bytes], size: int) -> bytes:
+    """Join the next parts, up to at least so many bytes."""
+    joined = bytearray()
+    while len(joined) < size and (part := next(parts, b"")):
+        joined += part
+    return bytes(joined)
+
+
 def _pass_rate(scores: Sequence[Score]) -> float | None:
     """Return the mean total reward of the scored samples, each clipped to 0..1; None where no sample was scored.
 
@@ -257,7 +290,7 @@ def restore(
     clock: Callable[[], float] = time.monotonic,
     keep_batch: bool = False,
 ) -> Ledger:
-    """Build the ledger from what `save` returned, and move the cursor to its place.
+    """Build the ledger from what `QueueClient.save` returned, and move the cursor to its place.
 
     Args:
         saved: Bytes of a checkpoint.
@@ -275,7 +308,7 @@ def restore(
 
 
 def read_state(saved: bytes) -> Any:
-    """Read what `save` returned; a `CheckpointError` where another version of areal-lite wrote it."""
+    """Read what `QueueClient.save` returned; a `CheckpointError` where another version of areal-lite wrote it."""
     try:
         return decode(saved)
     except WireError as error:

@@ -16,6 +16,7 @@ Shape letters: `T` tokens, `V` vocabulary.
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -50,6 +51,8 @@ from areal_lite.train.optimiser import Learner
 logger = logging.getLogger(__name__)
 
 _CRITIC = "critic"
+_NUMBER = re.compile(r"(?:__|rng-)(\d+)")
+"""How the names of files begin that every rank writes."""
 Fingerprint = dict[str, list[Any]]
 
 
@@ -100,6 +103,12 @@ def take_snapshot(
             ) from error
 
     return write
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """Return the files of a checkpoint that a rank wrote: those with its number; those without are rank 0's."""
+    found = [(path, _NUMBER.match(path.name)) for path in folder.rglob("*") if path.is_file()]
+    return [path for path, number in found if (int(number[1]) if number else 0) == rank]
 
 
 def load_checkpoint(

@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes, start_script
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.run_files import read_rows, read_summary, write_whole
+from areal_lite.record.run_files import iterate_rows, read_summary, write_whole
 
 INTERRUPTED = 130
 _POLL_S = 0.25
@@ -297,8 +298,8 @@ def _reopened(job: Job) -> Attempts:
 
 def last_step(folder: Path | None) -> int:
     """Return the last step in a run's metrics; 0 where there is none."""
-    rows = read_rows(folder / "metrics.jsonl")[0] if folder else []
-    return int(rows[-1].get("step", 0)) if rows else 0
+    last = deque(iterate_rows(folder / "metrics.jsonl") if folder else (), maxlen=1)
+    return int(last[0]["step"]) if last else 0
 
 
 def _cause(text: str) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -308,9 +309,10 @@ class Controller(ABC):
         run, step, wait_s, start = self._config.run, self._version, 0.0 if beside else POLL_S, time.time()
         with self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path:
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
-            yield from self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s)
+            for answers in self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s):
+                yield answers
             pool, deadline = ThreadPoolExecutor(1), time.monotonic() + run.save_timeout_s
-            reading = pool.submit(seal, path.parent)
+            reading = pool.submit(seal, path.parent, ChainMap(*answers))
             pool.shutdown(wait=False)
             while wait([reading], wait_s).not_done:
                 if time.monotonic() >= deadline:
@@ -355,8 +357,8 @@ class Controller(ABC):
         self._save()
         checkpoint = self._folder.newest_checkpoint()
         if not self._interrupts.notice:
-            self._ranks.ask("export", checkpoint / "model", timeout_s=self._config.run.save_timeout_s)
-            seal(checkpoint)
+            written = self._ranks.ask("export", checkpoint / "model", timeout_s=self._config.run.save_timeout_s)
+            seal(checkpoint, ChainMap(*written))
         if self._interrupts:
             self._recorder.stopped_by = self._interrupts.why
             self._view.print(f"saved {checkpoint.name} after {self._interrupts.why}")

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_ray import Reference
 from fake_ray import failing as failing_call
 from offline_runs import OfflineRun
 
-from areal_lite.errors import FruitlessError, HandoverError, QueueError, RankDied, StallError
+from areal_lite.errors import CheckpointError, FruitlessError, HandoverError, QueueError, RankDied, StallError
 from areal_lite.launch.run import controller as controller_module
 from areal_lite.launch.run.controller import Interrupted
+from areal_lite.record.run_files import read_json
 
 Start = Callable[..., OfflineRun]
 
@@ -60,6 +62,30 @@ def test_a_trained_step_has_its_row_even_if_its_evaluation_fails(start: Start) -
     with pytest.raises(StallError, match="late: trainer/1"):
         run.run()
     assert run.steps == run.saved == [1]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_manifest_holds_what_the_ranks_hashed(start: Start, is_there: bool) -> None:
+    """The trainer's files and the exported model's; one that only a rank sees is an error.
+
+    Seen failing with every file hashed by the controller.
+    """
+    run = start(checkpoint_every=0)
+
+    def write(folder: Path) -> Reference:
+        folder.mkdir()
+        if is_there:
+            (folder / "shard").touch()
+        return Reference(lambda: {str(folder / "shard"): {"size": 0, "sha256": "the rank's"}})
+
+    run.rank.hooks |= {"save": write, "export": write}
+    if not is_there:
+        with pytest.raises(CheckpointError, match="trainer/shard, which a trainer rank wrote, got no such file here"):
+            run.run()
+        return
+    run.run()
+    manifest = read_json(run.folder.newest_checkpoint() / "manifest.json")
+    assert [manifest[f"{part}/shard"]["sha256"] for part in ("trainer", "model")] == ["the rank's"] * 2
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,15 @@ def test_a_missing_or_shorter_file_is_found(tmp_path: Path, name: str) -> None:
 
 
 def test_the_newest_good_one_is_taken_and_the_bad_ones_are_named(tmp_path: Path) -> None:
-    """Nothing changes meanwhile. Seen failing with the newest taken unseen."""
+    """Nothing changes meanwhile. Seen failing with the newest taken unseen, and with the largest number in a name."""
     paths = [write_checkpoint(tmp_path, step, fill, keep=9) for step in (1, 2, 10)]
     assert choose_checkpoint(tmp_path, None, say=silent) == paths[2]
+    absurd, said = tmp_path / "step-999999999999", list[str]()
+    shutil.copytree(paths[0], absurd)
+    assert choose_checkpoint(tmp_path, None, say=said.append) == paths[2]
+    found = "expected step 999999999999 in meta.json, as in the folder's name, found step 1"
+    assert said == [f"DAMAGED checkpoint, skipped: {absurd}: {found}"]
+    shutil.rmtree(absurd)
     flip(paths[2] / "trainer/shard", 0)
     messages: list[str] = []
     assert choose_checkpoint(tmp_path, None, say=messages.append) == paths[1]

@@ -18,6 +18,7 @@ from run_folders import new_run_folder, save_run
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
+from areal_lite.record.lanes import between_publications
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.report.times import lane_shares
@@ -360,7 +361,8 @@ def test_page_and_summary_tell_the_same_shares_after_a_resume(
             now = [row for row in log if step < row["time"] <= step + 1 and not (dead and row["kind"] == "trained")]
             recorder.feed([row | {"time": BEGIN + dead + row["time"]} for row in now])
             do_step(recorder, step + 1)
-    summary, page = recorder.summary("done", ledger={"trained": 12}), lane_shares(folder.read("events.jsonl"))
+    summary = recorder.summary("done", ledger={"trained": 12})
+    page = lane_shares(between_publications(folder.iterate("events.jsonl")))
     assert page["trainer"]["training"] > 0.75
     for lane, state, name in (
         ("trainer", "training", "trainer_training_fraction"), ("trainer", "waiting", "trainer_idle_fraction"),

@@ -9,7 +9,7 @@ from report_builders import event, make_events, make_offline_run, make_run, writ
 
 from areal_lite.errors import DataError
 from areal_lite.events import Event
-from areal_lite.record.lanes import lived
+from areal_lite.record.lanes import between_publications, lived
 from areal_lite.record.report.charts import Chart
 from areal_lite.record.report.curves import age_charts, diagnostics, learning, step_times
 from areal_lite.record.report.overview import answers
@@ -34,13 +34,16 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
 
 
 def test_of_a_long_event_log_one_group_in_so_many_is_kept(tmp_path: Path) -> None:
-    """Shares of time need all other events. Seen failing with all of the log in memory."""
+    """Shares of time need all other events, and the timeline shows the end. Seen failing with all of it in memory."""
     path = make_run(tmp_path / "run", steps=30)
     whole, part = RunFiles(path), RunFiles(path, max_log_bytes=(path / "events.jsonl").stat().st_size // 3)
     count = {run: Counter(event["kind"] for event in run.events) for run in (whole, part)}
     assert count[part]["group"] == count[part]["verify"] == count[whole]["group"] // 4 == 15
-    assert lane_shares(part.events) == lane_shares(whole.events)
-    assert part.notes == ["events.jsonl is long: timeline, lengths and latencies show one group in 4"]
+    assert lane_shares(part.published) == lane_shares(whole.published)
+    assert part.recent == whole.recent[-len(part.recent) :]
+    assert len(whole.recent) // 4 < len(part.recent) < len(whole.recent) // 2
+    last, groups = "the timeline shows its last 0 MB", "lengths and rewards are those of one group in 4"
+    assert part.notes == [f"events.jsonl is long: {last}, {groups}"]
 
 
 def test_what_is_no_run_is_an_error_that_names_what_was_expected(tmp_path: Path) -> None:
@@ -55,7 +58,7 @@ def test_shares_are_of_the_time_between_the_first_and_the_last_publication() -> 
 
     Seen failing with the whole log: before the first step the trainer's time would be counted.
     """
-    shares = lane_shares([event(-50.0, "trainer", "wait"), *make_events(steps=5)])
+    shares = lane_shares(between_publications([event(-50.0, "trainer", "wait"), *make_events(steps=5)]))
     assert list(shares) == ["rollout/0", "rollout/1", "trainer"]
     assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2})
     assert shares["rollout/0"] == pytest.approx({"generating": 0.9, "pausing": 0.1})
@@ -72,9 +75,9 @@ def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) ->
     with (path / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(moved(row, 3600)) + "\n" for row in log if row["time"] > 3.0)
     run = RunFiles(path)
-    clock = lived(run.events)
+    clock = lived(run.recent)
     assert [clock(moment) for moment in (2.0, 3.0, 1800.0, 3604.0)] == pytest.approx([2.0, 3.0, 3.0, 3.9])
-    assert timeline(run.events)["end"] * 1e-4 == pytest.approx(5.9)
+    assert timeline(run.recent)["end"] * 1e-4 == pytest.approx(5.9)
     chart = step_times(run)
     assert chart is not None
     assert (chart.data[-1]["name"], chart.data[-1]["y"]) == ("other", [None, 0.0, 0.0, None, 0.0])
@@ -140,7 +143,7 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     def cards(path: Path) -> dict[str, tuple[str, list[str]]]:
         run = RunFiles(path)
         return {
-            one.question: (one.answer, list(one.lines)) for one in answers(run, mean_shares(lane_shares(run.events)))
+            one.question: (one.answer, list(one.lines)) for one in answers(run, mean_shares(lane_shares(run.published)))
         }
 
     found = cards(path)

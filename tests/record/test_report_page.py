@@ -15,6 +15,7 @@ from report_builders import HOSTILE, make_offline_run, make_run, write_rows
 
 from areal_lite.launch.commands.main import main
 from areal_lite.record.report import write_bench, write_comparison, write_report
+from areal_lite.record.report.charts import MAX_POINTS
 
 EVENTS_AND_METRICS = ("events.jsonl", "metrics.jsonl")
 
@@ -143,6 +144,25 @@ def test_the_page_of_a_demo_run_is_under_two_megabytes(tmp_path: Path) -> None:
     """The data of 200 steps are 0.85 MB, so the rest must be less than 1.1. Seen failing with the whole of Plotly."""
     page = write_report(make_run(tmp_path / "run"))
     assert page.stat().st_size - len(json.dumps(data_of(page))) < 1.1e6
+
+
+def test_a_longer_run_makes_no_longer_page(tmp_path: Path) -> None:
+    """Curves are means of their points, groups are a choice; the axes reach the last step.
+
+    Seen failing with each point on the page, and with each sampled group that the count allows.
+    """
+    run = make_run(tmp_path / "run", steps=1000)
+    group = {"prompt": "", "answer": "", "samples": [{"text": "x" * 10_000, "reward": 1.0, "spans": []}]}
+    write_rows(run / "samples.jsonl", ({"step": step, "group": f"{step}", **group} for step in range(1, 1001)))
+    data = data_of(write_report(run))
+    traces = [trace for chart in data["charts"] for trace in chart["data"] if trace["type"] == "scatter"]
+    assert max(len(trace["x"]) for trace in traces) <= MAX_POINTS
+    rewards = next(trace for trace in traces if trace["name"] == "run")
+    assert (rewards["x"][:2], rewards["y"][:2], rewards["x"][-1]) == ([3, 6], [0.1, 0.25], 1000)
+    assert data["axes"]["run"]["steps"][::334] == [0, 1000]
+    steps = [row["step"] for row in data["samples"]]
+    assert 500_000 < len(json.dumps(data["samples"])) < 1_100_000
+    assert (steps[0], steps[-1] > 900) == (1, True)
 
 
 def test_what_a_model_writes_cannot_leave_its_place(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from report_builders import event, make_events
 
+from areal_lite.record.lanes import between_publications
 from areal_lite.record.report.timeline import KINDS, sample_segments, timeline, versions_alive
 from areal_lite.record.report.times import lane_shares
 
@@ -73,7 +74,7 @@ def test_workers_are_in_the_order_of_their_numbers() -> None:
     log = [event(float(at), f"rollout/{n}", kind) for n in (10, 2) for at, kind in enumerate(("pause", "resumed"))]
     assert [lane["name"] for lane in timeline(log)["lanes"]] == ["rollout/2", "rollout/10"]
     log += [event(float(at), "trainer", "published") for at in (0, 1)]
-    assert list(lane_shares(log)) == ["rollout/2", "rollout/10", "trainer"]
+    assert list(lane_shares(between_publications(log))) == ["rollout/2", "rollout/10", "trainer"]
 
 
 def test_an_empty_log_has_no_timeline_and_one_cut_off_has_what_is_whole() -> None:

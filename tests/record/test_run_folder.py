@@ -1,5 +1,6 @@
 """The run folder: made once, continued from its newest whole checkpoint, never half-written."""
 
+import gzip
 import json
 import time
 from collections.abc import Callable
@@ -147,6 +148,18 @@ def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path)
     checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [event(9e9)]))
     folder.append("events.jsonl", [event(1.0)])
     assert resumed(tmp_path).read("events.jsonl") == [event(1.0)]
+
+
+def test_the_trace_of_a_long_log_is_that_of_its_end(folder: RunFolder) -> None:
+    """Seen failing with all of it: 16 minutes for 700 MB on a busy machine."""
+    times = [float(time) for time in range(100, 200)]
+    folder.append(
+        "events.jsonl", [{"time": time, "lane": "rollout/0", "kind": "running", "n": int(time)} for time in times]
+    )
+    line = (folder.path / "events.jsonl").stat().st_size // 100
+    folder.write_trace(max_log_bytes=10 * line + line // 2)
+    trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert [row["args"]["samples"] for row in trace if row["ph"] == "C"] == times[-10:]
 
 
 def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def test_a_client_of_nobody_times_out_by_name() -> None:
 
 
 @contextmanager
-def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[QueueAccess, list[str]]]:
+def lossy_server(
+    answer: Callable[[int, bytes], list[bytes]], *, result: Any = None
+) -> Iterator[tuple[QueueAccess, list[str]]]:
     """A stand-in that sends `answer(number of the message, its request id)`; yields access and requests seen."""
     context, seen, ended = zmq.Context(), [], threading.Event()
     socket = context.socket(zmq.ROUTER)
@@ -177,7 +179,7 @@ def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[
                 peer, request_id, payload = socket.recv_multipart()
                 seen.append(decode(payload)["op"])
                 for answered_id in answer(len(seen), request_id):
-                    socket.send_multipart([peer, answered_id, encode({"result": [str(len(seen))]})])
+                    socket.send_multipart([peer, answered_id, encode({"result": result or [str(len(seen))]})])
         socket.close(linger=0)
 
     thread = threading.Thread(target=serve)
@@ -225,6 +227,18 @@ def test_what_may_be_repeated_is_sent_a_second_time(call: Callable[..., Any]) ->
         with pytest.raises(QueueTimeout, match=r"lease_verify .* 1 attempt"):
             call(access, "lease_verify", timeout_s=2.0, worker="w", limit=1, wait_s=0.0)
         assert seen == ["lease_verify"]
+
+
+def test_a_save_begins_again_when_another_queue_takes_over() -> None:
+    """Seen failing with the second part asked of the new queue."""
+    with (
+        lossy_server(lambda number, request_id: [request_id] * (number == 1), result=b"of the first") as (first, seen),
+        serving() as second,
+    ):
+        client = QueueClient(first, timeout_s=SOON_S, check=lambda: client.move_to(second))
+        assert decode(client.save())["ledger"]["version"] == 0
+        client.close()
+    assert seen == ["save_part", "save_part"]
 
 
 # Closing

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 from ledger_builders import make_sample, make_settings
-from queue_builders import FakeCursor, connected, make_queue
+from queue_builders import FakeCursor, connected, make_queue, saved
 from scripted_engine import ScriptedEngine
 
 from areal_lite.config.recipe import parse_config
@@ -92,7 +92,7 @@ class Run:
         elif self.queue.take(batch_id=f"step-{self.version + 1}", wait_s=0.0):
             self.taken = f"step-{self.version + 1}"
             self.note_batch()
-            self.copy = self.queue.save()
+            self.copy = saved(self.queue)
 
     def note_batch(self) -> None:
         batch = self.ledger.take(self.taken)
@@ -106,7 +106,7 @@ class Run:
 
     def copy_queue(self) -> None:
         if self.copy:
-            self.copy = self.queue.save()
+            self.copy = saved(self.queue)
 
     def lose_worker(self) -> None:
         """Its heartbeats did not come for a while: it goes on, and does not know."""

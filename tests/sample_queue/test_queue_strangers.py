@@ -91,6 +91,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "batch_groups": {"batch_id": "step", "limit": 1},
     "complete_step": {"batch_id": "step"},
     "forget": {"worker": "w"},
+    "save_part": {"part": 0},
 }
 OWN = {
     Role.ROLLOUT: {"lease_rollout", "present", "heartbeat", "complete_rollout", "fail"},

@@ -12,6 +12,7 @@ from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
+from areal_lite.sample_queue.service import QueueService
 from areal_lite.types import Lease, Prompt, Sample, Score, StopReason, VersionSpan
 
 LONG_WAIT_S = 60.0
@@ -117,6 +118,14 @@ def make_samples(num_samples: int = 3, *, version: int = 0) -> list[Sample]:
         )
         for length in range(1, num_samples + 1)
     ]
+
+
+def saved(service: QueueService) -> bytes:
+    """What `QueueClient.save` returns."""
+    parts = [service.save_part(part=0)]
+    while part := service.save_part(part=len(parts)):
+        parts.append(part)
+    return b"".join(parts)
 
 
 def generate(client: QueueClient, number: int) -> list[Lease]:

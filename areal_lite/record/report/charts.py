@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+MAX_POINTS = 400
+"""Of a curve: as many as a screen shows."""
 COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
 """Distinguishable on white, on black, and by most colour-blind readers."""
 
@@ -45,7 +47,7 @@ def lines(
 ) -> Chart | None:
     """Draw curves, coloured by their order; several have a legend. None if all are empty."""
     data = []
-    for index, curve in enumerate(curves):
+    for index, curve in enumerate(map(thinned, curves)):
         # A curve of one point is invisible without a marker.
         mode = "lines" if curve.num_points > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
@@ -56,6 +58,18 @@ def lines(
     is_named = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
     layout = {"xaxis": _axis(x), "yaxis": _axis(y, **axis), "showlegend": is_named}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
+
+
+def thinned(curve: Line) -> Line:
+    """Return a long curve with means of consecutive points, each at its last place; a short one as it is."""
+    size = -(-len(curve.x) // MAX_POINTS)
+    if size <= 1:
+        return curve
+    style = {name: value for name, value in curve.style.items() if name != "error_y"}
+    places = range(0, len(curve.x), size)
+    parts = ([y for y in curve.y[at : at + size] if y is not None] for at in places)
+    means = [float(f"{fmean(part):.6g}") if part else None for part in parts]
+    return replace(curve, x=[curve.x[at : at + size][-1] for at in places], y=means, style=style)
 
 
 def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:

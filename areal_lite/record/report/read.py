@@ -2,28 +2,35 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
 from areal_lite.errors import DataError
 from areal_lite.events import Event
+from areal_lite.record.lanes import GAP, between_publications
+from areal_lite.record.report.charts import MAX_POINTS
 from areal_lite.record.run_files import Row, iterate_rows, missing_steps, number, read_json, table
 from areal_lite.record.run_folder import flattened
 
+_MAX_GROUPS = 800
+"""Of `samples.jsonl` in memory."""
+_SAMPLED = ("group", "verify")
+_RARE = ("published", GAP, "eval", "settings", "warning", "lost", "restarted", "checkpoint", "parity")
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
 class RunFiles:
     """The files of one run; a missing one is empty."""
 
-    def __init__(self, path: Path, *, name: str = "", max_log_bytes: int = 100_000_000) -> None:
+    def __init__(self, path: Path, *, name: str = "", max_log_bytes: int = 20_000_000) -> None:
         """Read a run folder.
 
         Args:
             path: The folder.
             name: For titles and legends, by default the folder's.
-            max_log_bytes: Of a longer event log only a part is kept: in memory it takes eight times as much.
+            max_log_bytes: Of a longer event log the timeline shows the end, and charts are of some groups; in memory
+                so many bytes take eight times as much.
 
         Raises:
             DataError: It holds nothing of a run.
@@ -38,13 +45,18 @@ class RunFiles:
         self.command = str(self.config.get("command", "train"))
         """The command that made it: train, sft, reward_model or dpo."""
         # Offline runs have no samples.
-        self.samples = list(self._rows(path / "samples.jsonl")) if self.command == "train" else []
+        self.samples = _thinned(self._rows(path / "samples.jsonl")) if self.command == "train" else []
+        """Groups that are evenly spread over the run."""
         self.metrics = list(self._rows(path / "metrics.jsonl"))
-        if missing := missing_steps(self.metrics):
+        if missing := missing_steps(row["step"] for row in self.metrics):
             self.notes.append(f"metrics.jsonl has no row of step {missing}: figures and curves leave them out")
         self.last = self.metrics[-1] if self.metrics else {}
         """The newest row of metrics."""
-        self.events = self._events(path / "events.jsonl", max_log_bytes)
+        self.events: list[Event] = []
+        """All that are rare, and of a log that is not too long all groups and verifications."""
+        self.published = between_publications(self._events(path / "events.jsonl", max_log_bytes))
+        self.recent = list(iterate_rows(path / "events.jsonl", last_bytes=max_log_bytes))
+        """The end of the log, whole."""
         self.summary = read_json(path / "summary.json", self.notes)
 
     def _rows(self, path: Path) -> Iterator[Row]:
@@ -56,14 +68,17 @@ class RunFiles:
         if broken:
             self.notes.append(f"{path.name}: {len(broken)} line(s) cut off or broken, left out")
 
-    def _events(self, path: Path, max_bytes: int) -> list[Event]:
-        """Read the event log; of one too long for memory, only one group and one verification in so many."""
-        stride = 1 + (path.stat().st_size // max_bytes if path.is_file() else 0)
-        if stride == 1:
-            return list(self._rows(path))
-        self.notes.append(f"{path.name} is long: timeline, lengths and latencies show one group in {stride}")
-        seen = Counter[str]()
-        return [event for event in self._rows(path) if not _is_skipped(event, seen, stride)]
+    def _events(self, path: Path, max_bytes: int) -> Iterator[Event]:
+        """Yield the event log, and keep of it what charts need."""
+        stride, seen = 1 + (path.stat().st_size // max_bytes if path.is_file() else 0), Counter[str]()
+        if stride > 1:
+            last = f"the timeline shows its last {max_bytes / 1e6:.0f} MB"
+            self.notes.append(f"{path.name} is long: {last}, lengths and rewards are those of one group in {stride}")
+        for event in self._rows(path):
+            yield event
+            seen[kind := event["kind"]] += 1
+            if kind in _RARE or (kind in _SAMPLED and seen[kind] % stride == 0):
+                self.events.append(event)
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -80,15 +95,17 @@ class RunFiles:
         queue, trainer = (table(self.config.get(section)) for section in ("queue", "trainer"))
         group = [number(queue.get(name)) or 0.0 for name in ("groups_per_step", "samples_per_group")]
         per_step = math.prod(group) or number(trainer.get("batch_size")) or 0.0
+        stride = 1 + len(self.metrics) // MAX_POINTS
         steps = [0.0, *(float(row["step"]) for row in self.metrics)]
         trained = [number(row.get("tokens_trained", row.get("tokens"))) or 0.0 for row in self.metrics]
         seconds = [0.0, *(number(row.get("time_s")) for row in self.metrics)]
-        return {
+        axes: dict[str, list[float | None]] = {
             "steps": list(steps),
             "samples": [per_step * step for step in steps],
             "tokens": list(accumulate(trained, initial=0.0)),
             "hours": [one and one / 3600 for one in seconds],
         }
+        return {name: values[:-1:stride] + values[-1:] for name, values in axes.items()}  # the page interpolates
 
     @property
     def evaluations(self) -> list[Row]:
@@ -103,6 +120,12 @@ class RunFiles:
         return "mean reward" if is_mean else "accuracy"
 
 
-def _is_skipped(event: Event, seen: Counter[str], stride: int) -> bool:
-    seen[kind := event["kind"]] += 1
-    return kind in ("group", "verify") and seen[kind] % stride != 0
+def _thinned(rows: Iterable[Row]) -> list[Row]:
+    """Return every row in so many, so that there are at most `_MAX_GROUPS`."""
+    kept, stride = list[Row](), 1
+    for place, row in enumerate(rows):
+        if place % stride == 0:
+            kept.append(row)
+        if len(kept) > _MAX_GROUPS:
+            kept, stride = kept[::2], 2 * stride
+    return kept

@@ -14,14 +14,14 @@ from areal_lite.record.report.watched import watch_charts
 from areal_lite.record.run_files import Row, number, numbers, table
 from areal_lite.record.run_folder import changed, differences, flattened
 
-_MAX_GROUPS = 800
-"""Sampled groups on the page, evenly spread over the run: about a megabyte."""
+_MAX_SAMPLES_BYTES = 1_000_000
+"""Of the groups on the page, which are evenly spread over the run; one that is longer is shown whole."""
 
 
 def run_sections(run: RunFiles) -> Iterator[Section]:
     """Yield the sections of one run: what everybody asks first, and what is looked up folded."""
     warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
-    shares = times.lane_shares(run.events)
+    shares = times.lane_shares(run.published)
     means = times.mean_shares(shares)
     first = [*curves.learning([run]), times.share_chart(means)]
     cards, notes = Block("answers", answers(run, means)), Block("notes", run.notes + warnings)
@@ -29,9 +29,9 @@ def run_sections(run: RunFiles) -> Iterator[Section]:
     yield Section("Learning", [charts_block([*reward_charts(run), *curves.by_source(run)], small=True)])
     yield Section("Reward watch", [charts_block(watch_charts(run), small=True)])
     if run.command == "train":
-        yield Section("Timeline", [Block("timeline", timeline(run.events))])
-        stride = -(-len(run.samples) // _MAX_GROUPS)
-        yield Section("Samples", [Block("samples", run.samples[:: stride or 1])])
+        yield Section("Timeline", [Block("timeline", timeline(run.recent))])
+        stride = 1 + len(json.dumps(run.samples)) // _MAX_SAMPLES_BYTES
+        yield Section("Samples", [Block("samples", run.samples[::stride])])
         yield from _online_sections(run, shares)
     yield Section("Loss diagnostics", _diagnostics([run]), is_folded=True)
     yield Section("Settings", list(_settings(run)), is_folded=True)

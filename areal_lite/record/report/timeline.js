@@ -129,7 +129,7 @@ function timelineLayout(timeline, rows, from, to, edges) {
   const names = timeline.lanes.map((lane) => (lane.note ? `${lane.name}<br><sub>${lane.note.replace(", ", ",<br>")}</sub>` : lane.name));
   return themed({
     height: 70 + Math.max(160, rows.height * 34), hovermode: "closest", dragmode: "zoom", showlegend: false,
-    xaxis: { range: [from, to], title: { text: "seconds of the run since its first event" }, showgrid: false, zeroline: false },
+    xaxis: { range: [from, to], title: { text: "seconds of the run since the first event shown" }, showgrid: false, zeroline: false },
     yaxis: { range: [rows.height, -1], fixedrange: true, showgrid: false, zeroline: false, tickvals: rows.places.map(({ top, height }) => top + height / 2), ticktext: names },
     shapes: edges.map(({ x, line }) => ({ type: "line", x0: x, x1: x, y0: 0, y1: rows.height, line, opacity: 0.6 })),
   });

@@ -19,8 +19,8 @@ KINDS = ("pause", "drain", "verify", "train", "publish", "wait", "other", "check
 _MAX_ROWS = 48
 """Rows of a lane; more would be too thin on a screen."""
 
-_MAX_SEGMENTS = 120_000
-"""Segments of all rollout lanes, and of all verifier lanes, in the page: about 4 MB."""
+_MAX_SEGMENTS = {"rollout": 45_000, "verifier": 15_000}
+"""Segments of a kind of lanes in the page: together about 2 MB."""
 
 _MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1, "controller": 1}
 """Workers of a kind; more would not fit on a screen."""
@@ -78,7 +78,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         lanes = {name: segments for name, segments in lanes.items() if segments or kind != "controller"}
-        stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS)
+        stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS.get(kind, 1_000_000))
         packed += [_packed(name, segments, ticks, labels, stride) for name, segments in lanes.items()]
     return {
         "unit": _UNIT_S,

@@ -4,8 +4,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from areal_lite.events import Event
-from areal_lite.record.lanes import PAUSE_PARTS, Stretch, reading, sample_lengths
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import RunFiles
@@ -23,13 +22,9 @@ _BINS = 40
 """Bars of a histogram of lengths."""
 
 
-def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
+def lane_shares(run: Stretch | None) -> dict[str, dict[str, float]]:
     """Return each lane's share of time by state between the first and the last publication; empty for just one."""
-    times = [event["time"] for event in events if event["kind"] == "published"]
-    if len(times) < 2:
-        return {}
-    run = Stretch(reading(events, times[0]), reading(events, times[-1]))
-    return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]}
+    return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]} if run else {}
 
 
 def mean_shares(shares: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
