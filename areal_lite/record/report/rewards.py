@@ -57,7 +57,8 @@ def reward_charts(run: RunFiles) -> Iterator[Chart | None]:
     by_step = groups_by_step(run)
     recent = windows(by_step)
     steps, note = list(by_step), f"each point: all groups scored in {_WINDOW} steps, also those that no batch trained"
-    shares = {step: as_shares(_counts(recent[step], _edges(by_step))) for step in steps}
+    edges = _edges(by_step)
+    shares = {step: as_shares(_counts(recent[step], edges)) for step in steps}
     names = sorted({name for share in shares.values() for name in share}, key=lambda name: float(name.split()[0]))
     bands = [Line(name=name, x=steps, y=[shares[step].get(name, 0.0) for step in steps]) for name in names]
     yield stacked("distribution of rewards", bands, x=STEPS, y="share of samples", note=note, range=[0, 1])
