@@ -270,7 +270,7 @@ def distill_slopes(_: list[int], pair: list[list[Token]]) -> list[list[float]]:
     ],
 )
 def test_presets_with_a_weight_per_token(preset: str, slopes_of: Any, is_old: bool, monkeypatch: Any) -> None:
-    """On old samples too. Seen failing with m2po's mean over all tokens, with whole returns instead of those from the
+    """On old samples too. Seen failing with whole returns instead of those from the
     token on (reinforce_pp), without the filter (flash_reinforce), and with k3 (distill).
     """
     knobs = {"distill": {"reference_path": "teacher"}, "flash_reinforce": {"binary_kl_limit": 0.03}}
@@ -285,10 +285,7 @@ def test_presets_with_a_weight_per_token(preset: str, slopes_of: Any, is_old: bo
 
 
 def test_distilling_climbs_minus_the_divergence_from_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On-policy, tokens added up: -KL(pi || teacher) at each prefix, weighted with how often pi visits it.
-
-    Seen failing with the directions exchanged.
-    """
+    """On-policy, tokens added up: -KL(pi || teacher) at each prefix, weighted with how often pi visits it."""
     config = recipe(preset="distill", reference_path="teacher", aggregation="sequence_sum")
     visits_X = LANGUAGE.visits(LOGITS_XV.log_softmax(dim=1))
     exact_XV = gradient_of(lambda pi: -(visits_X * (pi.exp() * (pi - REFERENCE_XV)).sum(dim=1)).sum(), LOGITS_XV)
