@@ -1,8 +1,8 @@
 """Collects the events and gauges of a run's workers for the recorder, and prints what a user must know."""
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_lite.events import EventBuffer
@@ -10,6 +10,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.restarts import State
 from areal_lite.launch.run.view import View
 from areal_lite.record.recorder import OnlineRecorder
+from areal_lite.record.reward_watch import WATCHED
 from areal_lite.sample_queue.access import Role
 
 _EVERY_S = 0.5
@@ -48,8 +49,13 @@ class Collector:
         self._recorder.feed(events)
 
     def failures(self) -> dict[str, int]:
-        """Failed verifications so far, by reason."""
-        return _added(gauges.get("failures", {}) for gauges in self._gauges.values())
+        """Failed verifications so far, by reason, without those of `reward_watch`, which cost no sample."""
+        return _added(figures["failures"] for name, figures in self._verifiers() if not name.startswith(WATCHED))
+
+    def _verifiers(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield each worker's figures of each verifier."""
+        for gauges in self._gauges.values():
+            yield from gauges.get("verifiers", {}).items()
 
     def errors(self) -> dict[str, str]:
         """The first error message of each reason for which episodes failed."""
@@ -57,9 +63,10 @@ class Collector:
 
     def verifiers(self) -> dict[str, Any]:
         """Failed verifications by reason, and each verifier's own figures, over all workers."""
-        workers = [gauges.get("verifiers", {}) for gauges in self._gauges.values()]
-        names = sorted(set().union(*workers))
-        together = {name: _together([of_one[name] for of_one in workers if name in of_one]) for name in names}
+        parts = defaultdict[str, list[Mapping[str, Any]]](list)
+        for name, figures in self._verifiers():
+            parts[name].append(figures)
+        together = {name: _together(parts[name]) for name in sorted(parts)}
         return {"verifier_failures": self.failures(), "verifiers": together}
 
     def engines(self) -> dict[str, Any]:
@@ -89,6 +96,12 @@ class Collector:
         outcome = "such samples are dropped and counted; see"
         for reason in self.failures():
             problems[reason] = f"a verification failed ({reason}): {outcome} {self._logs}/verifier-*.log"
+        for name, figures in self._verifiers():
+            if name.startswith(WATCHED) and figures["failures"]:
+                words = ", ".join(figures["failures"])
+                problems[name] = (
+                    f"{name} failed ({words}): its figures lack those samples; see {self._logs}/verifier-*.log"
+                )
         for reason, text in self.errors().items():
             problems[reason] = f"an episode failed ({text}): {outcome} {self._logs}/rollout-*.log"
         if fields := self._unconstrained():

@@ -58,8 +58,11 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
         "calls": 15, "timeouts": 1, "restarts": 2, "busy": 0, "waiting": 3,
         "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,
     }  # fmt: skip
+    failed = "such samples are dropped and counted; see logs/verifier-*.log"
     assert watched.lines == [
+        f"a verification failed (timeout): {failed}",
         *(f"{name} died (it died); restarting" for name in ("rollout/0", "verifier/0")),
+        f"a verification failed (nan): {failed}",
         "rollout/0 is back",
         "rollout/1 has joined",
         "rollout/2 died (it fails); the other workers continue",
@@ -71,13 +74,16 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
 
 
 def test_the_first_error_of_each_reason_is_said_once() -> None:
-    """Seen failing with episodes that nobody hears of, and with a line for each worker that meets it."""
+    """Seen failing with episodes and failed verifications that nobody hears of, and with a line for each worker."""
     watched = Watched()
     told = {f"rollout/{n}": {"errors": {"workflow:KeyError": f"workflow:KeyError: {n}"}} for n in range(2)}
-    for gauges in ({"verifier/0": {"failures": {"nan": 2}}}, {"rollout/0": told["rollout/0"]}, told):
+    scoring = {"verifiers": {"sum": FIRST | {"failures": {"nan": 2}}, "watch/truth": SECOND}}
+    for gauges in ({"verifier/0": scoring}, {"verifier/1": scoring, "rollout/0": told["rollout/0"]}, told):
         watched.collect(gauges)
+    assert watched.collector.failures() == {"nan": 4}
     assert watched.lines == [
         "a verification failed (nan): such samples are dropped and counted; see logs/verifier-*.log",
+        "watch/truth failed (timeout, nan): its figures lack those samples; see logs/verifier-*.log",
         "an episode failed (workflow:KeyError: 0): such samples are dropped and counted; see logs/rollout-*.log",
     ]
 

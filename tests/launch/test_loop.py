@@ -175,6 +175,7 @@ def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> No
     rows = folder.read("metrics.jsonl")
     assert len(rows) >= 3
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
+    assert rows[-1]["verifier_failures"]["exception:RuntimeError"] > 0  # seen failing with an empty table in every row
     assert summary["ledger"]["failed"] > 0
     assert summary["ledger"]["failed(exception:RuntimeError)"] == summary["ledger"]["failed"]
     assert conserved(summary["ledger"])
