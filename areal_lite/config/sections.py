@@ -308,6 +308,8 @@ class MeshConfig(Section):
     """neighbouring ranks that work on the same rows, each with some heads and columns of every layer"""
     context: int = Field(1, ge=1)
     """neighbouring ranks of a copy that work on the same rows, each with a part of their tokens"""
+    expert: int = Field(1, ge=1)
+    """neighbouring ranks of a copy that divide the experts of a mixture, and send each other tokens"""
 
     @property
     def same_rows(self) -> int:
@@ -362,6 +364,11 @@ class TrainerConfig(Section):
             yield (
                 f"trainer.mesh.context must divide the {self.ranks // copies} ranks of a copy, with tensor=1 and "
                 f"trainer.attention=sdpa, got {context}, {tensor} and {self.attention}: set it to 1, or set those"
+            )
+        if (expert := self.mesh.expert) > 1 and ((self.ranks // copies) % expert or tensor > 1):
+            yield (
+                f"trainer.mesh.expert must divide the {self.ranks // copies} ranks of a copy, with tensor=1, got "
+                f"{expert} and {tensor}: set it to 1, or set those"
             )
         if self.packing and context > 1:
             yield f"trainer.packing keeps rows whole, got trainer.mesh.context={context}: set it to 1, or packing=false"

@@ -23,6 +23,7 @@ from areal_lite.data.demonstrations import alphabet
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.train.chunked_logits import CHUNK_ELEMENTS
+from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
@@ -122,15 +123,22 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
 
     Args:
         architecture: As of `architecture_of`.
+
+    Raises:
+        ConfigError: Its experts cannot be spread over `trainer.mesh.expert` ranks.
     """
     trainer, objective, itemsize = config.trainer, config.objective, itemsize_of(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(architecture)
+    if trainer.mesh.expert > 1:
+        layers_of_experts(model, trainer.mesh.expert)
     numbers, has_query_norm = num_parameters(model), any(".q_norm." in name for name, _ in model.named_parameters())
     num_layers = architecture.num_hidden_layers
     layer = _numbers_in_layers(model) // num_layers
     outer = numbers["all"] - layer * num_layers
     ranks, tensor = trainer.ranks / trainer.mesh.replicate, trainer.mesh.tensor
+    elsewhere = numbers["experts"] * (1 - 1 / trainer.mesh.expert)  # those that a rank never has
+    gathered = layer - elsewhere / num_layers
     is_spread = trainer.ranks > 1 or itemsize < 4 or trainer.offload
     own = layer * num_layers / ranks + outer * tensor / ranks  # tensor parallelism splits layers alone
     trained, own_bytes = own, 4 * own
@@ -140,15 +148,15 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / ranks
         own_bytes = itemsize * own + 4 * trained
     if trainer.reduce_every == "update" and is_spread:
-        gradients = 4 * trained * ranks
+        gradients = 4 * (trained * ranks - (elsewhere if trainer.lora is None else 0))
     else:
-        gradients = 4 * trained + (4 * layer / tensor if is_spread and trainer.lora is None else 0)
+        gradients = 4 * trained + (4 * gathered / tensor if is_spread and trainer.lora is None else 0)
     parts = {
-        "parameters": own_bytes + (itemsize * (outer + 2 * layer / tensor) if is_spread else 0),
+        "parameters": own_bytes + (itemsize * (outer + 2 * gathered / tensor) if is_spread else 0),
         "gradients": gradients,
         "optimiser": 8 * trained,
         **_activation_parts(
-            architecture, config, layer_numbers=layer if is_spread else 0, has_query_norm=has_query_norm
+            architecture, config, layer_numbers=gathered if is_spread else 0, has_query_norm=has_query_norm
         ),
     }
     if objective.kl != "none" and (trainer.lora is None or objective.reference_path is not None):
@@ -222,7 +230,7 @@ def _activation_parts(
 
 
 def num_parameters(model: Any) -> Counter[str]:
-    """Count the parameters of a transformers model: `all`, `active` (see `RankSize`), and those of the `largest`.
+    """Count the parameters of a transformers model: `all`, `active` (see `RankSize`), of `experts`, and the `largest`.
 
     Raises:
         ConfigError: Its config.json does not give the number of experts, or how many work on a token.
@@ -240,7 +248,7 @@ def num_parameters(model: Any) -> Counter[str]:
                 f"one of {', '.join(_NUM_EXPERTS)} in its config.json, got {chosen} and {number}. Fix: add them"
             )
         active -= round(experts * (1 - chosen / number))
-    return Counter({"all": sum(sizes.values()), "active": active, "largest": max(sizes.values())})
+    return Counter({"all": sum(sizes.values()), "active": active, "experts": experts, "largest": max(sizes.values())})
 
 
 def handover_bytes(size: RankSize, config: Config) -> float:
@@ -339,7 +347,8 @@ def _chosen_experts(architecture: Any) -> int:
 
 def _mlp_width(architecture: Any) -> int:
     """Return the hidden units of a layer's MLP that work on a token, the most of any layer."""
-    experts = (getattr(architecture, "moe_intermediate_size", None) or 0) * _chosen_experts(architecture)
+    chosen = _chosen_experts(architecture) + (getattr(architecture, "n_shared_experts", None) or 0)
+    experts = chosen * (getattr(architecture, "moe_intermediate_size", None) or 0)
     return int(max(experts, getattr(architecture, "intermediate_size", 0)))
 
 

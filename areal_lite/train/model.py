@@ -31,6 +31,7 @@ from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.chunked_logits import LazyLogits, Reading, read_in_chunks
 from areal_lite.train.context_parallel import NAME, check_divisible, joined, own_part
+from areal_lite.train.expert_parallel import shard_experts
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
 from areal_lite.train.tensor_parallel import split_layers
@@ -212,7 +213,10 @@ def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # One CPU rank keeps its cast weights from the forward to the backward pass: 13 % less time for 2 bytes a parameter.
     reshard = None if settings.ranks > 1 or device.type != "cpu" else False
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    if settings.mesh.expert > 1:
+        shard_experts(model, settings, device=device.type, **options)
+    options["mesh"] = mesh
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, reshard_after_forward=reshard, **options)

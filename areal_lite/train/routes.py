@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, TrainerError
+from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import check_targets, empty_model
 
 
@@ -83,12 +84,15 @@ def _routers(model: nn.Module) -> list[tuple[int, Any]]:
 
 
 def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
-    """Check that a model has the layers that a recipe adapts and replays; without a folder, the built-in model.
+    """Check that a model has the layers that a recipe adapts, splits and replays; without a folder, the built-in model.
 
     Raises:
-        ConfigError: A target of `trainer.lora` is none of its layers, or there is no router to replay.
+        ConfigError: A target of `trainer.lora` is none of its layers, its experts cannot be spread over
+            `trainer.mesh.expert` ranks, or there is no router to replay.
     """
     check_targets(config.trainer.lora, folder)
+    if (expert := config.trainer.mesh.expert) > 1:
+        layers_of_experts(empty_model(folder), expert)
     if not isinstance(config, Config) or not config.rollout.replay_routes:
         return
     model = empty_model(folder)

@@ -231,6 +231,11 @@ COMBINATIONS = [
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3"]),
     ({"trainer": {"ranks": 4, "mesh": {"tensor": 3}}}, ["trainer.ranks=4", "tensor=3"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
+    (
+        {"trainer": {"ranks": 2, "mesh": {"expert": 4}}},
+        ["trainer.mesh.expert", "2 ranks", "got 4 and 1", "set it to 1"],
+    ),
+    ({"trainer": {"ranks": 4, "mesh": {"expert": 2, "tensor": 2}}}, ["trainer.mesh.expert", "tensor=1", "got 2 and 2"]),
     ({"trainer": {"ranks": 2, "mesh": {"context": 2}, "attention": "eager"}}, ["trainer.attention=sdpa", "eager"]),
     ({"trainer": {"ranks": 2, "mesh": {"context": 2}, "packing": True}}, ["trainer.packing", "context=2"]),
     (

@@ -1,6 +1,7 @@
 """Tiny models, recipes and shards for the tests of the training code."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -112,4 +113,4 @@ def full_state(trainer: Trainer) -> dict[str, Any]:
             optimizer = get_optimizer_state_dict(learner.model, learner.optimizer, options=options)
             whole = {**get_model_state_dict(learner.model, options=options), **optimizer}
             state |= {prefix + name: value for name, value in whole.items()}
-    return state
+    return deepcopy(state)  # of one rank it is the trainer's own

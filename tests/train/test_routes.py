@@ -214,7 +214,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "packed": {"trainer": {"packing": True}},
         "checkpointing": {"trainer": {"activation_checkpointing": True}},
     },
-    "2": {"spread": {"trainer": {"ranks": 2, "activation_checkpointing": True}}},
+    "2": {
+        "spread": {"trainer": {"ranks": 2, "activation_checkpointing": True}},
+        "experts": {"trainer": {"ranks": 2, "mesh": {"expert": 2}}},
+    },
     "2, halves of rows": {
         "half rows": {"trainer": {"ranks": 2, "mesh": {"context": 2}, "activation_checkpointing": True}}
     },
