@@ -5,8 +5,11 @@ from collections.abc import Iterable
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return a question about the nearest known word, or nothing; a setting of the same name in any section is nearer."""
-    words = list(known)
-    namesakes = [one for one in words if one.rpartition(".")[2] == word.rpartition(".")[2]]
-    near = difflib.get_close_matches(word, namesakes or words, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return a question about the nearest known word, or nothing; dotted ones compare whole and by their last part."""
+
+    def nearness(one: str) -> float:
+        pairs = (one, word), (one.rpartition(".")[2], word.rpartition(".")[2])
+        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    near = max(difflib.get_close_matches(word, list(known), n=3, cutoff=0.4), key=nearness, default="")
+    return f"; did you mean {near}?" if near else ""
