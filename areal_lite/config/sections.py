@@ -372,8 +372,9 @@ class TrainerConfig(Section):
             )
         if self.packing and context > 1:
             yield f"trainer.packing keeps rows whole, got trainer.mesh.context={context}: set it to 1, or packing=false"
-        if tensor > 1 and self.lora is not None:
-            yield f"trainer.lora is not split over ranks, got trainer.mesh.tensor={tensor}: set 1, or leave lora out"
+        for name, size in {"tensor": tensor, "expert": expert}.items():
+            if size > 1 and self.lora is not None:
+                yield f"trainer.lora is not split over ranks, got trainer.mesh.{name}={size}: set 1, or leave lora out"
 
     @property
     def micro_batches(self) -> dict[str, Any]:

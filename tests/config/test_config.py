@@ -243,6 +243,7 @@ COMBINATIONS = [
         ["trainer.packing", "critic.path"],
     ),
     ({"trainer": {"ranks": 2, "mesh": {"tensor": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.tensor=2", "leave"]),
+    ({"trainer": {"ranks": 2, "mesh": {"expert": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.expert=2", "leave"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
     ({**IPC, "rollout": {"tensor_parallel": 2}}, ["shares the one GPU of a rank, got rollout.tensor_parallel=2"]),

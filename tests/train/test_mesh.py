@@ -36,7 +36,6 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "experts": {**PPO, "trainer": EXPERTS},
         "experts, copies": {"trainer": EXPERTS | {"mesh": {"expert": 2, "replicate": 2}, "offload": True}},
-        "experts, adapters": {"trainer": EXPERTS | {"lora": {"rank": 4}, "packing": True, "lr": 1e-6}},
         "gpt-oss": {"trainer": EXPERTS | {"activation_checkpointing": True}},
     },
     "4, two by two": {
