@@ -169,5 +169,5 @@ def test_a_run_that_fails_is_a_job_that_fails(user: User) -> None:
     done = user.types("launch", "--on", "slurm", "--profile", user.profile(), "--name", "fails", "train", recipe)
     job = submitted(done)
     assert (done.returncode, user.facts(job)["JobState"], user.facts(job)["ExitCode"]) == (1, "FAILED", "1:0")
-    assert "actors did not start within" in done.stdout
+    assert "within run.start_timeout_s=0.5 s" in done.stdout  # the places of the actors, or on fast machines the actors
     assert "failed: job" in user.types("launch", "--status", "fails").stdout
