@@ -443,6 +443,13 @@ def frameworks(content: Row) -> str:
     return as_markdown(lines)
 
 
+def reward_watch(content: Row) -> Iterable[Row]:
+    """Yield a row per evaluation, of both runs of `examples/reward_watch/gaming.py`."""
+    free, held = (run["rows"] for run in content["runs"].values())
+    for one, other in zip(free, held, strict=True):
+        yield {"step": one["step"], "free": one, "held": other}
+
+
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
     "modes": ("performance", modes_of_both),
@@ -455,6 +462,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     "demo": ("demo", demo),
     "calculator": ("calculator", partial(demo, name="calculator")),
     "learning": ("learning", partial(demo, name="learning")),
+    "reward watch": ("reward-watch", of(OWN["reward watch"], reward_watch)),
     "families": ("families", families),
     "math": ("math-verifier", math_verifier),
     "memory": ("memory", memory),
