@@ -17,6 +17,7 @@ from train_builders import VOCABULARY, save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
+from areal_lite.launch.run.controller import Interrupted
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -43,18 +44,23 @@ def first_run(loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
     return run_loop(config_with_stragglers(loop_folder, run=run, ranks=2, workers=2))
 
 
-def config_with_stragglers(folder: Path, *, run: dict[str, Any], ranks: int, workers: int) -> Config:
+def config_with_stragglers(
+    folder: Path, *, run: dict[str, Any], ranks: int, workers: int, watch: dict[str, Any] | None = None
+) -> Config:
     """Build a recipe at eta = 1 whose batches have every age up to the bound and beyond, on a machine of any speed."""
     model, data = folder / "long_model", folder / "tail.jsonl"
     if not model.exists():
         save_tiny_model(model, max_context=512)
         rows = write_prompts(data, 190, max_new_tokens=5).read_text()
         data.write_text(rows + write_prompts(folder / "long.jsonl", 10, straggles=True).read_text())
+    verifiers = SUPPORT / "loop_verifiers.py"
     return loop_config(
         folder,
         run=run,
         model={"path": str(model), "max_context": 512},
-        data={"path": str(data)},
+        data={"path": str(data), "eval_path": str(write_prompts(folder / "held-out.jsonl", 8, held_out=True))},
+        verifier={"function": f"{verifiers}:grows"},
+        reward_watch=watch or {},
         rollout={"workers": workers, "max_new_tokens": 400, "workflow": f"{SUPPORT / 'loop_workflows.py'}:straggles"},
         queue={"max_staleness": 1},
         trainer={"ranks": ranks},
@@ -137,21 +143,30 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
 ) -> None:
     """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
 
-    From a checkpoint that two ranks wrote while they trained on; what came later is trained again.
+    From a checkpoint that two ranks wrote while they trained on; what came later is trained again. `reward_watch`, new
+    with the resume, ends it at its third evaluation or later, saved.
 
     Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
     That summary and page agree on shares of time, tests/record/test_recorder.py shows with a clock of its own.
     """
     _, before = first_run
-    run = {"steps": 24, "resume": str(before.path), "resume_from": "step-16", "log_samples": 4}
-    summary, folder = run_loop(config_with_stragglers(loop_folder, run=run, ranks=1, workers=1))
+    run = {"steps": 200, "resume": str(before.path), "resume_from": "step-16", "log_samples": 4, "eval_every": 1}
+    watch = {"verifiers": {"truth": {"function": f"{SUPPORT / 'loop_verifiers.py'}:shrinks"}}, "share": 1, "stop": True}
+    with pytest.raises(Interrupted) as stop:
+        run_loop(config_with_stragglers(loop_folder, run=run, ranks=1, workers=1, watch=watch))
+    summary, folder = stop.value.summary, RunFolder(before.path)
     rows = folder.read("metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert 16 + 3 <= len(rows) < 200
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
     assert max(Counter(trained_groups(folder)).values()) == 1
-    assert summary["ledger"]["trained"] == 24 * 4
+    assert summary["ledger"]["trained"] == len(rows) * 4
     assert conserved(summary["ledger"])
     assert summary["age_max_trained"] <= 1
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "reward_watch")
+    assert "the policy may be gaming its reward" in summary["warnings"][-1]
+    assert folder.newest_checkpoint().name == f"step-{len(rows):06d}"
+    assert all(row["verifier_metrics"]["watch/truth"] < 0 for row in rows[18:])
 
 
 def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> None:
