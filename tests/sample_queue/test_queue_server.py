@@ -243,7 +243,7 @@ def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:
 
 
 def test_status_tells_who_holds_what_since_when() -> None:
-    """Seen failing with the name of a dead worker kept for ever because its last request came late."""
+    """Seen failing: a late last request kept a dead worker's name forever."""
     clock = FakeClock()
     with serving(clock=clock) as access, connected(access) as client:
         client.open_admission()

@@ -145,7 +145,7 @@ def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], na
     Moments are gradients, of which AdamW hides the scale: after a step those of the two updates, clipped, times 0.09
     and 0.1, so gradients differ by less than 1e-5. Later ones differ more, as AdamW divides tiny ones by their size.
     Seen failing with gradients that are not added up over the copies, with checksums that count every copy, with sums
-    over ranks of the same rows, with a part of the gradient to the norms of heads, with positions that begin anew on
+    over ranks of the same rows, with a part of the gradient to the norms of heads, with positions that restart on
     each rank, and with gradients of experts that torch divides twice where one rank has them.
     """
     one, several = (torch.load(folder / name / "found.pt") for folder in outputs)
