@@ -96,8 +96,6 @@ function follow() {
   const nav = document.querySelector("nav"), sections = [...document.querySelectorAll("section")];
   const at = scrollY ? sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3) : 0;
   [...nav.querySelectorAll("a")].forEach((link, index) => link.classList.toggle("here", index === Math.max(at, 0)));
-  const here = nav.querySelector(".here");
-  if (here.offsetLeft < nav.scrollLeft || here.offsetLeft + here.offsetWidth > nav.scrollLeft + nav.clientWidth) nav.scrollLeft = here.offsetLeft - 40;
 }
 
 // Paper is narrower than the screen, and always light.
