@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, overload
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig
-from areal_lite.events import Event
+from areal_lite.events import Event, now
 from areal_lite.network import local_address
 from areal_lite.node import machine_in_words, package_versions, source_hash
 from areal_lite.record.lanes import (
@@ -169,8 +169,7 @@ class OnlineRecorder(Recorder):
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
         self._totals.ends.update(row["step"] for row in self.rows[-1:])
-        now = time.time()
-        self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now))
+        self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now()))
         self._origin: Reading | None = None
         """The clocks at the run's first step."""
         if self._origin_time is not None:
@@ -229,7 +228,7 @@ class OnlineRecorder(Recorder):
             ledger: Groups by state when the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
         """
-        lanes, before = self._totals.clocks.read(time.time()), self._last
+        lanes, before = self._totals.clocks.read(now()), self._last
         self._last = _Moment(time.monotonic(), tokens_generated, lanes)
         self._origin = self._origin or self._last.lanes
         measured = {

@@ -8,14 +8,13 @@ and for the engine.
 import asyncio
 import functools
 import hashlib
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EpisodeError
-from areal_lite.events import EventBuffer
+from areal_lite.events import EventBuffer, now
 from areal_lite.leases import LeaseWorker
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
@@ -110,7 +109,7 @@ class RolloutWorker(LeaseWorker):
 
     async def _serve(self, lease: Lease) -> None:
         """Generate one group. Episodes that fail leave lost samples; if all fail, so does the group."""
-        group, started = lease.group, time.time()
+        group, started = lease.group, now()
         tasks = [
             asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
         ]
@@ -140,7 +139,7 @@ class RolloutWorker(LeaseWorker):
             sample = Sample.lost(error.reason)
         finally:
             self._count_running(0, episodes=-1)
-        return sample, time.time()
+        return sample, now()
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
         self._count_running(1)

@@ -4,13 +4,12 @@ import asyncio
 import bisect
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.data.encode import decoder, read_tokenizer
-from areal_lite.events import EventBuffer
+from areal_lite.events import EventBuffer, now
 from areal_lite.leases import LeaseWorker
 from areal_lite.record.reward_watch import by_verifier
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
@@ -59,7 +58,7 @@ class VerifierWorker(LeaseWorker):
         return int(self._pool.gauges()["calls"])
 
     async def _serve(self, lease: Lease) -> None:
-        start = time.time()
+        start = now()
         group = lease.group
         scores = await self._watched(group, await self._scores(group))
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
@@ -68,7 +67,7 @@ class VerifierWorker(LeaseWorker):
         found: dict[str, Any] = {"failures": failures, "rewards": [score.total for score in scores]}
         if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):
             found["watched"] = watched
-        self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), **found)
+        self._events.emit("verify", group_id=group.group_id, start=start, end=now(), **found)
 
     async def _scores(self, group: Group) -> list[Score]:
         # Lost samples have a score, and those that an agent has scored.

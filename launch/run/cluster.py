@@ -23,7 +23,7 @@ from areal_lite.actors.trainer import OnlineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, QueueError, QueueTimeout, VerifierError
-from areal_lite.events import Event
+from areal_lite.events import Event, now
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
@@ -192,7 +192,7 @@ class Cluster:
 
     def _replace_queue(self, failure: QueueError) -> None:
         """Start a new queue from the copy, once for each batch; workers keep their leases and ranks their batch."""
-        noticed, batch_id, copy = time.time(), self._taken, self._copy
+        noticed, batch_id, copy = now(), self._taken, self._copy
         self.mark_batch_taken()
         kill(self._queue_actor)
         self._print(f"{failure}; restarting it from a copy of its state")

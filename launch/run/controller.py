@@ -20,7 +20,7 @@ from typing import Any
 
 from areal_lite.actors.calls import call_all
 from areal_lite.errors import CheckpointError, FruitlessError, QueueError, QueueTimeout, RankDied, StallError
-from areal_lite.events import EventBuffer
+from areal_lite.events import EventBuffer, now
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import POLL_S, Ranks
@@ -142,7 +142,7 @@ class Controller(ABC):
 
     def _go_back(self, failure: Exception) -> None:
         """Restart from the latest checkpoint, after saving the current step if it is complete."""
-        noticed, reason = time.time(), str(self._places.placement.with_nodes(failure))
+        noticed, reason = now(), str(self._places.placement.with_nodes(failure))
         self._save_what_is_whole()
         self._restarts_left -= 1
         self._recorder.close()
@@ -306,7 +306,7 @@ class Controller(ABC):
 
     def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
         """Write a checkpoint of the completed step, a bit at each `next`; ends when it is whole."""
-        run, step, wait_s, start = self._config.run, self._version, 0.0 if beside else POLL_S, time.time()
+        run, step, wait_s, start = self._config.run, self._version, 0.0 if beside else POLL_S, now()
         with self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path:
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
             for answers in self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s):

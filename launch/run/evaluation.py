@@ -2,14 +2,13 @@
 
 import math
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
 from areal_lite.actors.calls import Calls, describe
-from areal_lite.events import EventBuffer
+from areal_lite.events import EventBuffer, now
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
@@ -53,7 +52,7 @@ class Evaluations:
         """Begin one, if there are prompts, and engines for them."""
         engines = list(self._cluster.engines.handles.items())
         if self._prompts and engines:
-            self._step, self._start, self._pairs, calls = step, time.time(), None, {}
+            self._step, self._start, self._pairs, calls = step, now(), None, {}
             # All parts start at once; each has an answer of its own, so that an evaluation cut short keeps some.
             num_parts = max(len(engines), -(-len(self._prompts) // _PART_SIZE))
             for number in range(min(num_parts, len(self._prompts))):

@@ -16,6 +16,7 @@ from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueError, RankDied, StallError
+from areal_lite.events import clock_variables
 from areal_lite.launch.run.placement import Placement
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.network import interface_of, listens, local_address
@@ -118,7 +119,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
             gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
         if config.weights.transport == "ipc":  # an engine and its rank share one
             gpus /= 2
-    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    environment = {"TOKENIZERS_PARALLELISM": "false"} | clock_variables()
     if kind == "trainer":
         # Any of the three threads may get the next step. With an arena each, glibc kept the largest step's free memory
         # three times: 10.8 GB for SmolLM2-135M in place of 5.2.

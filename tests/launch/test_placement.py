@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.events import clock_variables
 from areal_lite.launch.run.places import actor_options
 from areal_lite.rollout.engine_settings import engine_arguments
 
@@ -40,6 +41,7 @@ def test_the_recipes_environment_reaches_every_actor_and_comes_first(kind: str) 
     config = parse_config({"run": {"env": {"HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "true"}}})
     environment = actor_options(config, kind)["runtime_env"]["env_vars"]
     assert {key: environment[key] for key in config.run.env} == config.run.env
+    assert clock_variables().items() <= environment.items()
 
 
 def test_an_engine_of_several_gpus_starts_its_processes_itself() -> None:

@@ -1,10 +1,17 @@
 """Shares of time from scripted event logs whose answers are worked out by hand; the event buffer."""
 
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.events import Event, EventBuffer
+from areal_lite import events as events_module
+from areal_lite.events import Event, EventBuffer, clock_variables
 from areal_lite.record.lanes import LaneClocks
 
 LANE = "rollout/0"
@@ -117,3 +124,28 @@ def test_a_buffer_stamps_and_forgets_what_was_drained() -> None:
     buffer.emit("resumed")
     assert [event["time"] for event in buffer.drain()] == [3.0]
     assert buffer.drain() == []
+
+
+LATER = """
+import time
+time.time = lambda: {set_to}
+from areal_lite.events import EventBuffer
+buffer = EventBuffer("rollout/0")
+buffer.emit("resumed")
+print(buffer.drain()[0]["time"])
+"""
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_moves_no_event(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    """Nor one of a worker that is restarted after it. Seen failing with the time of day, in either process."""
+    buffer, clock = EventBuffer("rollout/0"), SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic)
+    buffer.emit("pause")
+    (before,) = buffer.drain()
+    monkeypatch.setattr(events_module, "time", clock)
+    buffer.emit("paused")
+    code = LATER.format(set_to=time.time() + jump_s)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | clock_variables(), capture_output=True, text=True, timeout=60
+    )
+    assert before["time"] <= buffer.drain()[0]["time"] <= float(done.stdout) < before["time"] + 1800, done.stderr

@@ -28,7 +28,7 @@ ADDRESS = "WARM_WORKERS"
 """The variable with the abstract address of the process that is copied."""
 OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Variables that most runs give to their actors."""
-NOT_SEEN = ("RAY_", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
+NOT_SEEN = ("RAY_", "AREAL_LITE_CLOCK", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
 """Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
 _START_S, _ASKED_S = 120, 10
 IMPORTED = (
