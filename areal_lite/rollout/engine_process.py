@@ -11,8 +11,11 @@ from collections.abc import Iterator
 
 _ERRORS = "AREAL_LITE_ENGINE_ERRORS"
 """Names the file that the processes of an engine write their errors to."""
-_LOGGERS = ("vllm.model_executor.models.registry", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+_REGISTRY = "vllm.model_executor.models.registry"
+_LOGGERS = (_REGISTRY, "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 """What logs the errors that end an engine."""
+_SURVIVED = ("Invocation of", "Unexpected error pre-processing", "Error saving model info")
+"""First words of vLLM's lines on an error that the engine survives, with all errors logged before it."""
 
 
 class EngineErrors:
@@ -41,9 +44,13 @@ class EngineErrors:
         os.ftruncate(self._file.fileno(), 0)
 
     def first(self) -> str:
-        """Return the first error in one line; empty if none was logged."""
+        """Return the first error that the engine did not survive, in one line; empty if none was logged.
+
+        An architecture that cannot be inspected counts only where nothing else failed: vLLM may have taken another.
+        """
         self._file.seek(0)
-        return self._file.readline().strip()
+        lines = [line.strip().partition(" ") for line in self._file]
+        return min(lines, key=lambda line: line[0] == _REGISTRY, default=("", "", ""))[2]
 
 
 class _ErrorsToFile(logging.Filter):
@@ -55,8 +62,9 @@ class _ErrorsToFile(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            with contextlib.suppress(OSError), open(self._path, "a") as file:
-                file.write(in_a_line(error) + "\n")
+            survived = record.msg.startswith(_SURVIVED)
+            with contextlib.suppress(OSError), open(self._path, "w" if survived else "a") as file:
+                file.write("" if survived else f"{record.name} {in_a_line(error)}\n")
         return True
 
 

@@ -50,16 +50,22 @@ def work():
     from areal_lite.rollout.engine_process import set_up_engine_process
 
     set_up_engine_process()
-    logger = logging.getLogger("vllm.v1.engine.core")
+    core, registry = "vllm.v1.engine.core", "vllm.model_executor.models.registry"
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"vllm": {"level": "INFO"}}})
-    for name in ("torchvision", "another"):
+    for logger, line, name in (
+        (core, "EngineCore failed to start.", "what came before"),
+        (core, "Invocation of %s method failed", "a transfer that broke"),
+        (registry, "Error in inspecting model architecture '%s'", "one of two architectures"),
+        (core, "EngineCore failed to start.", "torchvision"),
+        (core, "EngineCore failed to start.", "another"),
+    ):
         try:
             try:
                 raise ImportError(f"this needs\\n{name}")
             except ImportError as error:
                 raise RuntimeError("no worker") from error
         except RuntimeError:
-            logger.exception("EngineCore failed to start.")
+            logging.getLogger(logger).exception(line, *["it"] * line.count("%"))
 
 if __name__ == "__main__":
     from areal_lite.rollout.engine_process import EngineErrors
@@ -75,8 +81,10 @@ if __name__ == "__main__":
 
 
 def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(tmp_path: Path) -> None:
-    """In a line, with its root. Seen failing with vLLM's own words alone: `Engine core initialization failed`, and
-    with a handler, which vLLM's own configuration of logging removed.
+    """In a line, with its root; not an error that it survived.
+
+    Seen failing with vLLM's own words alone: `Engine core initialization failed`, with a handler, which vLLM's own
+    configuration of logging removed, and with the first error logged, which an engine killed later did not die of.
     """
     line = "RuntimeError: no worker; caused by ImportError: this needs torchvision"
     (tmp_path / "failing.py").write_text(FAILING)
