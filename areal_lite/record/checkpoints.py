@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import CheckpointError
+from areal_lite.events import now
 from areal_lite.record.run_files import number, read_json, remove
 
 _MANIFEST, _META = "manifest.json", "meta.json"
@@ -101,7 +102,7 @@ def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
     aside = folder / f".{final.name}.aside"
     _clear(folder)
     temporary.mkdir(parents=True)
-    began = time.time()
+    began = now()
     try:
         yield temporary
         (temporary / _META).write_text(json.dumps({"step": step, "time": began}))

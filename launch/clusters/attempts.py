@@ -31,6 +31,7 @@ from areal_lite.config.offline import load_any_config
 from areal_lite.config.reading import override, parse_section, read_yaml
 from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
+from areal_lite.events import now
 from areal_lite.launch.clusters.fit import recipe_of
 from areal_lite.launch.clusters.job import Job, Status, find_kind
 from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes, start_script
@@ -166,12 +167,12 @@ def supervise(job: Job) -> int:
         while True:
             number = len(record.attempts) + 1
             _print(f"attempt {number}")
-            attempt = Attempt(began=time.time())
+            attempt = Attempt(began=now())
             record.attempts.append(attempt)
             record.state = f"attempt {number} has been running since {time.ctime()}"
             record.save(job)
             code, attempt.cause = _attempt(job, number, asked)
-            attempt.step, attempt.ended = last_step(job.run_folder), time.time()
+            attempt.step, attempt.ended = last_step(job.run_folder), now()
             attempt.code = INTERRUPTED if asked and code else code
             _gather(job, number)
             if outcome := verdict(record.attempts, max_attempts=config.max_attempts):

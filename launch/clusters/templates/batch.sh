@@ -6,7 +6,11 @@
 {% include "enter.sh" %}
 {% block began %}
 {% endblock %}
-asked=no started=$(date +%s)
+asked=no
+{% if self.requeue() | trim and job.run_folder %}
+saved() { cat {{ job.run_folder | quote }}/checkpoints/step-*/meta.json 2>/dev/null; }
+before=$(saved)
+{% endif %}
 trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
 trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
 trap 'asked=${asked/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
@@ -18,8 +22,8 @@ wait "$supervisor"; code=$?
 {% if self.requeue() | trim and job.run_folder %}
 # A preemption may signal the steps alone: the run then saves and ends by itself. A new checkpoint shows that.
 if [ "$asked" != stop ] && [ "$code" = 130 ]; then
-    [ "$asked" = end ] && started=0
-    if [ -n "$(find {{ job.run_folder | quote }}/checkpoints/step-*/meta.json -newermt "@$started" 2>/dev/null)" ]; then
+    [ "$asked" = end ] && before=
+    if [ "$(saved)" != "$before" ]; then
         echo "{{ system }} wants the nodes: back into the queue, to resume from the latest checkpoint"
         {%+ block requeue %}{% endblock %}
 
