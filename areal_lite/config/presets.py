@@ -210,7 +210,8 @@ def read_preset(name: str) -> dict[str, Any]:
         )
     sections = read_yaml(Path(name) if is_file else _FOLDER / f"{name}.yaml", holding="sections, such as objective")
     if not all(isinstance(section, Mapping) for section in sections.values()):
-        raise ConfigError(f"the preset {name} must hold sections with settings, got {sections}")
+        fix = "indent settings below their section, such as objective:"
+        raise ConfigError(f"the preset {name} must have sections with settings, got {sections}. Fix: {fix}")
     if "preset" in sections.get("objective", {}):
         raise ConfigError(
             f"objective.preset={name}: a preset must not name another one, got objective.preset="

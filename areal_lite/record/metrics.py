@@ -1,9 +1,10 @@
 """Declares every figure of a run: its key in `metrics.jsonl`, how it is reduced over ranks and updates, its unit, and
 where it is shown.
 
-To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer; a new
-divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's panel and the tables of `docs/runs.md`
-follow; `python docs/tables.py` writes the last.
+To add one: a declaration here, and the line that computes it: `tally.add(name=value)` in `train/trainer.py`, or, for a
+sum over the tokens of a micro-batch, an entry of `sums` in `train/objective.py` (a new divisor goes into `COUNTS` of
+`train/stats.py`). Rows, curves, the terminal's panel and the tables of `docs/runs.md` follow; `python docs/tables.py`
+writes the last.
 """
 
 import re

@@ -115,9 +115,8 @@ def find_job(name: str) -> Job:
     path = JOBS / f"{Path(name).name.removesuffix('.json')}.json"
     if not path.is_file():
         known = sorted(path.stem for path in JOBS.glob("*.json"))
-        raise ConfigError(
-            f"a job is a name in {JOBS}, got {name!r}{suggestion(name, known)}: one of {', '.join(known) or 'none yet'}"
-        )
+        jobs = f"one of {', '.join(known)}" if known else "a launched job, but there is none"
+        raise ConfigError(f"no such job in {JOBS}: expected {jobs}, got {name!r}{suggestion(name, known)}")
     return parse_section(read_yaml(path, holding="a job"), Job)
 
 

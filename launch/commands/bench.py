@@ -68,7 +68,7 @@ def gpu_check(
         float | None, typer.Option(min=0.1, metavar="N", help="skip parts that would not end within N minutes")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="folder of a trained model, which one further part needs")
+        str | None, typer.Option(metavar="DIR", help="folder of a trained model; without it, the part real is left out")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the results")] = Path("runs/gpu-check"),
 ) -> int:

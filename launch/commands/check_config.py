@@ -18,7 +18,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print all its settings.
 
     Print every setting with its value and meaning. Then import your functions, read the model's configuration and all
-    data, and check that this machine suffices, as a run does before it starts. Weights are not loaded.
+    data, and check that this machine is large enough, as a run does before it starts. Weights are not loaded.
     """
     from areal_lite.launch.run.recipe_check import check_recipe
 

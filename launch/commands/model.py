@@ -24,7 +24,7 @@ def model(
 ) -> int:
     """Download a real language model and convert it for training.
 
-    Write a Hugging Face folder into .cache/areal-lite of the current folder. Recipes that run in the current folder use
+    Write a Hugging Face folder below .cache/areal-lite in the current folder. Recipes run from the current folder use
     it as model.path=builtin:smollm2-135m.
     """
     console, folder = Console(), SMOLLM2_FOLDER.resolve()

@@ -61,7 +61,10 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run folder")],
     overrides: Overrides,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="take over the folder from another process; make sure that it is dead")
+        bool,
+        typer.Option(
+            "--take-over", help="take over the folder from another process; first make sure that the process is dead"
+        ),
     ] = False,
 ) -> int:
     """Resume a run from its latest checkpoint.

@@ -28,7 +28,7 @@ def verify(
         typer.Argument(
             metavar="VERIFIER",
             help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
-            "file, or a shipped name), whose whole verifier section is tried",
+            "file, or a shipped name), to test its whole verifier section",
         ),
     ],
     overrides: Overrides,
