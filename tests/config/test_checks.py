@@ -26,6 +26,7 @@ FAULTS = {
         "objective.reference_path={here}/teacher must have the policy's tokens, got ",
     ),
     "weights that vLLM loads wrongly": ("train", [*OWN[:1], "model.path=./gpt"], "is a gpt_oss model, of which vLLM"),
+    "state-space layers": ("train", [*OWN[:1], "model.path=./mamba"], "is a nemotron_h model, of which vLLM"),
     "no such column": ("train", [*OWN, "data.path=good.jsonl", "data.answer_column=b"], "has no column 'b' in any row"),
     "no such data": ("train", [*OWN, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
     "nothing to show": ("train", [*OWN[:3], "data.path=good.jsonl"], "the warm start of model.path=builtin:arith"),
@@ -71,7 +72,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = json.dumps({"question": "1+1=?", "answer": "2"})
     Path("rows.jsonl").write_text(f"{row}\n" + "broken\n" * 4)
     Path("good.jsonl").write_text(f"{row}\n")
-    for name, settings in {"model": {"max_position_embeddings": 512}, "gpt": {"model_type": "gpt_oss"}}.items():
+    kinds = {"gpt": {"model_type": "gpt_oss"}, "mamba": {"model_type": "nemotron_h"}}
+    for name, settings in {"model": {"max_position_embeddings": 512}, **kinds}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
     build_char_tokenizer("abc").save_pretrained("teacher")

@@ -1,11 +1,9 @@
 """What the ledger costs does not depend on how many groups are outstanding: counted in executed lines, not in time."""
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
+from executed_lines import executed_lines
 from ledger_builders import FakeClock, make_samples, make_settings
 from queue_builders import FakeCursor
 
@@ -69,23 +67,9 @@ def keep(service: QueueService) -> None:
 
 
 def lines_of(call: Callable[[QueueService], object], service: QueueService) -> int:
-    """Count the lines of the queue that a call executes; not those of a callback, as the garbage collector may have."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if "sample_queue" not in frame.f_code.co_filename:
-            return None
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with executed_lines("sample_queue") as lines:
         call(service)
-    finally:
-        sys.settrace(before)
-    return count
+    return lines.total()
 
 
 CALLS: dict[str, Callable[[QueueService], object]] = {

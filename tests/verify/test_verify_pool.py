@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from executed_lines import executed_lines
 from places import FIXTURES
 from pool_builders import running_pool
 from user_run import alive
@@ -218,6 +219,19 @@ def test_a_cancelled_caller_does_not_wedge_the_pool():
             return scores, pool.gauges()["calls"]
 
     assert asyncio.run(run()) == ([Score(reward=1.0)], 2)
+
+
+def test_a_call_costs_the_same_with_many_waiting():
+    """Counted in executed lines, not in time. Seen failing with the backlog sorted at each finished call."""
+
+    async def lines_per_call(number):
+        async with running(processes=2, timeout_s=PATIENCE_S) as pool:
+            with executed_lines("verify") as lines:
+                await scores_of(pool, make_prompt(), ["right"] * number)
+        return lines.total() / number
+
+    few, many = (asyncio.run(lines_per_call(number)) for number in (64, 640))
+    assert many <= 1.2 * few
 
 
 def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):

@@ -149,6 +149,13 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
     assert seen == []
 
 
+def test_a_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing: a recipe was asked for."""
+    assert main(["eval", "nothere"]) == 1
+    assert "MODEL_OR_RUN" in (error := capsys.readouterr().err)
+    assert "--recipe" not in error
+
+
 def test_two_evaluations_are_compared_row_by_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
