@@ -142,12 +142,7 @@ class VllmEngine:
         Returns:
             [T] their log-probabilities, and the experts chosen, as `Sample.routes`; None if vLLM returns none.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
-        )
+        params = _request(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         tokens = [*map(int, prompt_ids), *map(int, output_ids)]
         output = await self._final(tokens, params)
         start = len(prompt_ids)
@@ -234,16 +229,16 @@ class VllmEngine:
             self._llm.shutdown = lambda: None
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         request_id = str(next(self._request_numbers))
         final = None
         try:
             prompt = {"prompt_token_ids": list(prompt_ids)}
             async for output in self._llm.generate(prompt, params, request_id):
                 final = output
-        except EngineDeadError as error:
-            raise self._died() from error
+        except Exception as error:
+            if self._llm.errored:
+                raise self._died() from error
+            raise
         return final
 
     async def _guarded(self, call: Awaitable[T]) -> T:
@@ -334,22 +329,25 @@ def _argument_mistakes(config: Config) -> Iterable[str]:
 
 def sampling_params(sampling: Sampling) -> Any:
     """Return vLLM's parameters of a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
+    return _request(
         max_tokens=sampling.max_new_tokens,
         # Not `min_tokens`, which forbids the end token: the log-probabilities would be those of another policy.
         ignore_eos=sampling.ignore_end,
         temperature=sampling.temperature,
         seed=sampling.seed,
         logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         skip_clone=True,  # made for this one request
     )
+
+
+def _request(**arguments: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
 
 
 def _set_environment(config: Config, errors: EngineErrors) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.train.tensor_parallel import planned
 
 _DISPATCH = "ep_dispatch_experts"
 
@@ -48,11 +49,7 @@ def layers_of_experts(model: Any, num_ranks: int) -> list[Any]:
         ConfigError: There are none, transformers cannot send tokens to them, or they cannot be divided evenly.
     """
     plan = getattr(model, "ep_plan", None) or {}
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if plan.get(replace_layer_number_by_wildcard(name)) == _DISPATCH
-    ]
+    layers = planned(model, plan, _DISPATCH)
     counts = {len(weight) for layer in layers for weight in layer.parameters(recurse=False)}
     if not layers or any(count % num_ranks for count in counts):
         got = f"{', '.join(map(str, counts))} experts" if layers else "no layer of experts" if plan else "no plan"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
@@ -25,6 +24,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.train.chunked_logits import CHUNK_ELEMENTS
 from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import add_adapters
+from areal_lite.train.model import decoder_layers
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
 
@@ -185,8 +185,7 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
 
 
 def _numbers_in_layers(model: nn.Module) -> int:
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    return sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
 
 
 def _activation_parts(

@@ -217,11 +217,14 @@ def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn
     if settings.mesh.expert > 1:
         shard_experts(model, settings, device=device.type, **options)
     options["mesh"] = mesh
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=reshard, **options)
+    for module in (*decoder_layers(model), model):
+        fully_shard(module, reshard_after_forward=reshard, **options)
     return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers can checkpoint, which are sharded and gathered one at a time."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Projections into heads and hidden units are split by columns, those back by rows
 heads and units. Every rank computes everything else, the output layer too.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,9 +40,14 @@ def split_layers(model: Any, mesh: DeviceMesh) -> None:
             f"{', '.join(others) or ('these' if plan else 'no plan')} and {sizes}. Fix: set it to 1, or to a divisor"
         )
     apply_tensor_parallelism(model, mesh, {name: kind for name, kind in plan.items() if kind in _SPLIT})
-    for name, module in model.named_modules():
-        if plan.get(replace_layer_number_by_wildcard(name)) == _PER_HEAD:
-            _sum_gradient(module, mesh)
+    for module in planned(model, plan, _PER_HEAD):
+        _sum_gradient(module, mesh)
+
+
+def planned(model: Any, plan: Mapping[str, str], kind: str) -> list[Any]:
+    """Return the modules that a plan of transformers, which writes `*` for the number of a layer, gives a kind."""
+    named = model.named_modules()
+    return [module for name, module in named if plan.get(replace_layer_number_by_wildcard(name)) == kind]
 
 
 def _sum_gradient(module: Any, mesh: DeviceMesh) -> None:

@@ -5,19 +5,15 @@ vLLM calls `register` in every process that it starts (entry point `vllm.general
 
 from areal_lite.rollout.engine_process import set_up_engine_process
 
-_CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
-"""Transports by module in this folder, with the prefix of their class names."""
+_CLASSES = {"gloo": "GlooWeightTransferEngine", "nccl": "NcclWeightTransferEngine"}
+"""The engines' sides of the transports, by module in this folder."""
 
 
 def register() -> None:
-    """Make `WeightTransferConfig(backend=...)` and the trainer's side known; calling it again is harmless."""
-    from vllm.distributed.weight_transfer import factory
+    """Make `WeightTransferConfig(backend=...)` known; calling it again is harmless."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for name, prefix in _CLASSES.items():
-        for registry, class_name in (
-            (factory.WeightTransferEngineFactory, f"{prefix}WeightTransferEngine"),
-            (factory.WeightTransferTrainerFactory, f"{prefix}TrainerWeightTransferEngine"),
-        ):
-            registry._registry.pop(name, None)
-            registry.register_engine(name, f"areal_lite.weights.{name}", class_name)
+    for name, class_name in _CLASSES.items():
+        WeightTransferEngineFactory._registry.pop(name, None)
+        WeightTransferEngineFactory.register_engine(name, f"areal_lite.weights.{name}", class_name)
     set_up_engine_process()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer import factory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from areal_lite.errors import HandoverError
@@ -22,8 +21,7 @@ from areal_lite.network import listen
 from areal_lite.train.gathers import whole_parameters
 from areal_lite.train.lora import model_parameters, saved_buffers
 from areal_lite.weights.families import bit_squares
-from areal_lite.weights.gloo import GlooTrainerInitInfo
-from areal_lite.weights.plugin import register
+from areal_lite.weights.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 
 _COUNTER = slice(11, 13)
 """The place of the receivers' counter (file and offset) in the arguments of PyTorch's `rebuild_cuda_tensor`."""
@@ -150,7 +148,6 @@ class WeightPublisher:
             host: Address of this machine at which engines find rank 0.
             ports: Rank 0 listens on some of them.
         """
-        register()
         self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
         self._timeout_s = timeout_s
         self._model = model
@@ -242,11 +239,11 @@ class WeightPublisher:
         info = GlooTrainerInitInfo(
             host=self._host, ports=self._ports, rank=self._rank, engine_ranks=engine_ranks, timeout_s=self._timeout_s
         )
-        return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._snapshot)
+        return GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._snapshot)
 
     def _connect_group(self, client: Any, num_engine_ranks: int) -> Any:
         if self._transport == "nccl":
-            from areal_lite.weights.nccl import BUFFER_BYTES, NcclTrainerInitInfo
+            from areal_lite.weights.nccl import BUFFER_BYTES, NcclTrainerInitInfo, NcclTrainerWeightTransferEngine
 
             info = NcclTrainerInitInfo(
                 master_address=self._host,
@@ -256,13 +253,12 @@ class WeightPublisher:
                 timeout_s=self._timeout_s,
                 rank=self._rank,
             )
-        else:
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+            return NcclTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-            info = IPCTrainerInitInfo(rank=self._rank)
-        sender = factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
-        if self._transport == "ipc":
-            sender.client = _PatientClient(client, self._blamed)
+        own = IPCTrainerInitInfo(rank=self._rank)
+        sender = IPCTrainerWeightTransferEngine.trainer_init(own, client=client, source=self._source)
+        sender.client = _PatientClient(client, self._blamed)
         return sender
 
     def _free_port(self) -> int:
