@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.launch.commands.options import Overrides, Recipe
+from areal_lite.launch.commands.options import Overrides, Recipe, argument, option
 
 bench = typer.Typer(
     help="Run a benchmark: compare modes, run a plan of short runs, or check GPUs.\n\n"
@@ -15,16 +15,12 @@ bench = typer.Typer(
 
 Only = Annotated[
     list[str],
-    typer.Option(
-        default_factory=list,
-        show_default=False,
-        metavar="NAME",
-        help="run only what matches this name or pattern; may be repeated",
+    option(
+        "NAME", "run only what matches this name or pattern; may be repeated", default_factory=list, show_default=False
     ),
 ]
 RunsOut = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="folder for the results (default: runs/modes-RECIPE or runs/bench-PLAN)"),
+    Path | None, option("DIR", "folder for the results (default: runs/modes-RECIPE or runs/bench-PLAN)")
 ]
 
 
@@ -33,7 +29,7 @@ def modes(
     recipe: Recipe,
     overrides: Overrides,
     only: Only,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="measurements of each mode")] = 3,
+    repeats: Annotated[int, option("N", "measurements of each mode", min=1)] = 3,
     out: RunsOut = None,
 ) -> int:
     """Compare synchronous and asynchronous modes of a recipe.
@@ -48,7 +44,7 @@ def modes(
 
 @bench.command("plan")
 def run_plan(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="a YAML file, or a shipped plan: presets, staleness")],
+    plan: Annotated[str, argument("PLAN", "a YAML file, or a shipped plan: presets, staleness")],
     overrides: Overrides,
     only: Only,
     out: RunsOut = None,
@@ -64,13 +60,11 @@ def gpu_check(
     overrides: Overrides,
     only: Only,
     cpu: Annotated[bool, typer.Option("--cpu", help="run the same parts on the CPU")] = False,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, metavar="N", help="skip parts that would not end within N minutes")
-    ] = None,
+    minutes: Annotated[float | None, option("N", "skip parts that would not end within N minutes", min=0.1)] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="folder of a trained model; without it, the part real is left out")
+        str | None, option("DIR", "folder of a trained model; without it, the part real is left out")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the results")] = Path("runs/gpu-check"),
+    out: Annotated[Path, option("DIR", "folder for the results")] = Path("runs/gpu-check"),
 ) -> int:
     """Test and measure GPUs in 15 minutes, the most valuable parts first.
 

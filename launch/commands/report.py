@@ -4,25 +4,18 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from areal_lite.launch.commands.options import out_file
+from areal_lite.launch.commands.options import argument, option, out_file
 
 _SILENT_S = 60.0
 """A writer sends a heartbeat every few seconds; a killed one leaves `writer.json` without further heartbeats."""
 
 
 def report(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="folder of a run or a benchmark; several runs are compared"),
-    ],
+    folders: Annotated[list[Path], argument("RUN_DIR...", "folder of a run or a benchmark; several runs are compared")],
     out: Annotated[
-        Path | None,
-        out_file(
-            metavar="FILE", help="file to write (default: report.html in the folder; comparison.html for several)"
-        ),
+        Path | None, out_file("FILE", "file to write (default: report.html in the folder; comparison.html for several)")
     ] = None,
 ) -> int:
     """Write an HTML report of a run, or a comparison of several runs.
@@ -43,8 +36,8 @@ def report(
 
 
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
-    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between updates")] = 20.0,
+    folder: Annotated[Path, argument("RUN_DIR", "folder of an active run")],
+    every_s: Annotated[float, option("S", "seconds between updates", "--every", min=1.0)] = 20.0,
 ) -> int:
     """Keep the report of a run up to date until it ends.
 

@@ -15,7 +15,7 @@ from areal_lite.launch.bench import view
 from areal_lite.launch.bench.harness import write_results
 from areal_lite.launch.bench.simulation import Inputs, simulate
 from areal_lite.launch.bench.simulation_inputs import ASSUMED, inputs_of_recipe, inputs_of_run, with_split
-from areal_lite.launch.commands.options import Gpu, Overrides, ProfileFile, Recipe
+from areal_lite.launch.commands.options import Gpu, Overrides, ProfileFile, Recipe, option
 from areal_lite.record.columns import Row
 from areal_lite.record.report import write_bench
 from areal_lite.sample_queue.ledger import LedgerSettings
@@ -32,22 +32,12 @@ _BUSY = 0.05
 def simulate_run(
     recipe: Recipe,
     overrides: Overrides,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN_DIR", help="use the lengths and times of this finished run", show_default=False
-        ),
-    ] = None,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option("--assume", metavar="NAME=VALUE", help="replace one of the printed inputs", show_default=False),
-    ] = None,
+    run: Annotated[Path | None, option("RUN_DIR", "use the lengths and times of this finished run", "--from")] = None,
+    assume: Annotated[list[str] | None, option("NAME=VALUE", "replace one of the printed inputs", "--assume")] = None,
     gpu: Gpu = "H100",
     profile: ProfileFile = None,
     grid: Annotated[bool, typer.Option("--grid", help="compare splits of the GPUs at max_staleness 0 to 8")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="write results.json and report.html here", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("DIR", "write results.json and report.html here")] = None,
 ) -> int:
     """Simulate a run: its speed, idle time, token ages and cost.
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_override, set_value
 from areal_lite.config.recipe import Config
-from areal_lite.launch.commands.options import Overrides, Recipe, word_list
+from areal_lite.launch.commands.options import Overrides, Recipe, argument, word_list
 
 SUMMARY_KEYS = (
     "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "reward_first", "reward_last", "age_max_trained",
@@ -58,7 +58,7 @@ def dpo(recipe: Recipe, overrides: Overrides) -> int:
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run folder")],
+    folder: Annotated[Path, argument("RUN_DIR", "run folder")],
     overrides: Overrides,
     take_over: Annotated[
         bool,
@@ -86,7 +86,7 @@ def resume(
 
 
 def scale(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
+    folder: Annotated[Path, argument("RUN_DIR", "folder of an active run")],
     workers: Annotated[list[str], word_list("rollout=N verifier=N", "target number of workers")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds to wait for the run's answer")] = 60.0,
 ) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,7 +16,7 @@ from areal_lite.config.reading import parse_override, read_recipe, set_value, sh
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
-from areal_lite.launch.commands.options import Json, Overrides
+from areal_lite.launch.commands.options import Json, Overrides, argument, option
 from areal_lite.launch.commands.scores import show, summarise
 from areal_lite.launch.commands.trial import load_cases, load_rows, score_all
 
@@ -25,26 +24,25 @@ from areal_lite.launch.commands.trial import load_cases, load_rows, score_all
 def verify(
     verifier: Annotated[
         str,
-        typer.Argument(
-            metavar="VERIFIER",
-            help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
+        argument(
+            "VERIFIER",
+            f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
             "file, or a shipped name), to test its whole verifier section",
         ),
     ],
     overrides: Overrides,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="data rows, one JSON object per line (default: the recipe's data)"),
+        Path | None, option("FILE", "data rows, one JSON object per line (default: the recipe's data)")
     ] = None,
     completions: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="one JSON object per line with completion, a text or a list of texts; matched to data rows by index "
+        option(
+            "FILE",
+            "one JSON object per line with completion, a text or a list of texts; matched to data rows by index "
             "(from 0), else by prompt, else by position",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="use at most the first N rows")] = None,
+    limit: Annotated[int | None, option("N", "use at most the first N rows", min=1)] = None,
     json_path: Json = None,
 ) -> int:
     """Test a verifier without training.
