@@ -24,27 +24,6 @@ kind, so that `except ValueError` works, and takes one string, so that it surviv
 Ray processes.
 """
 
-__all__ = [
-    "ArealLiteError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "EpisodeError",
-    "FruitlessError",
-    "HandoverError",
-    "LedgerError",
-    "PluginError",
-    "QueueError",
-    "QueueTimeout",
-    "RankDied",
-    "StallError",
-    "TrainerError",
-    "VerifierError",
-    "VerifierUnavailable",
-    "WireError",
-]
-
 
 class ArealLiteError(Exception):
     """Base of every error raised on purpose."""

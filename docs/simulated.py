@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.bench.modes_figures import MODES
@@ -65,7 +67,8 @@ def ages() -> list[dict[str, Any]]:
     rows = []
     for in_flight, batch, queued, load, published in AGES:
         inputs = Inputs(slots=in_flight, decode_s=0.01, median=1000, sigma=0.6, longest=8192)
-        train_s = load * batch * inputs.mean_length * inputs.decode_s / in_flight
+        mean_length = float(next(inputs.draw(np.random.default_rng(0))).mean())
+        train_s = load * batch * mean_length * inputs.decode_s / in_flight
         ahead = round(in_flight / batch + queued)
         settings = LedgerSettings(
             max_staleness=ahead, on_stale="keep", groups_per_step=batch, samples_per_group=1, total_steps=200

@@ -37,7 +37,7 @@ from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.node import source_hash
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
 from areal_lite.record.intervals import paired
-from areal_lite.record.metrics import metrics_tables
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric, Reduction
 from areal_lite.record.run_files import read_summary
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.api_fields import FIELDS
@@ -72,6 +72,26 @@ def all_parts() -> Parts:
     """Return every part there is."""
     measured = {name: make(load(source)) for name, (source, make) in PARTS.items()}
     return measured | {"fields": fields(), "metrics": metrics_tables().rstrip()}
+
+
+def metrics_tables() -> str:
+    """Return the tables of `docs/runs.md`, each below its heading."""
+    tables = {
+        "`areal-lite train`": METRICS,
+        "`areal-lite sft`, `reward-model`, `dpo`": OFFLINE_METRICS,
+        "Shares of time in `summary.json`": SHARES,
+    }
+    return "\n".join(f"### {title}\n\n{_metrics_table(metrics)}" for title, metrics in tables.items())
+
+
+def _metrics_table(metrics: Iterable[Metric]) -> str:
+    rows = [["key", "what it is", "unit", "over updates and ranks"], ["---"] * 4]
+    for metric in metrics:
+        joined = f"mean over {metric.over.replace('_', ' ')}" if metric.over else str(metric.reduction or "")
+        rows.append(
+            [f"`{metric.name}`", metric.about, metric.unit, "" if metric.reduction is Reduction.ALIKE else joined]
+        )
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
 
 
 def filled(page: str, parts: Parts) -> str:

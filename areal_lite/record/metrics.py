@@ -229,23 +229,3 @@ SHARES = (
 def mean_called(rewards: Iterable[float], *, before: Iterable[str | None] = ()) -> str:
     """Return what a mean of rewards is called: an accuracy where each is 0 or 1, also of the means `before` it."""
     return "accuracy" if set(rewards) <= {0.0, 1.0} and "mean reward" not in before else "mean reward"
-
-
-def metrics_tables() -> str:
-    """Return the tables of `docs/runs.md`, each below its heading."""
-    tables = {
-        "`areal-lite train`": METRICS,
-        "`areal-lite sft`, `reward-model`, `dpo`": OFFLINE_METRICS,
-        "Shares of time in `summary.json`": SHARES,
-    }
-    return "\n".join(f"### {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
-
-
-def _table(metrics: Iterable[Metric]) -> str:
-    rows = [["key", "what it is", "unit", "over updates and ranks"], ["---"] * 4]
-    for metric in metrics:
-        joined = f"mean over {metric.over.replace('_', ' ')}" if metric.over else str(metric.reduction or "")
-        rows.append(
-            [f"`{metric.name}`", metric.about, metric.unit, "" if metric.reduction is Reduction.ALIKE else joined]
-        )
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)

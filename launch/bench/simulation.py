@@ -75,11 +75,6 @@ class Inputs(Section):
     price_per_gpu_hour: float = Field(0.0, ge=0)
     """0 = unknown"""
 
-    @property
-    def mean_length(self) -> float:
-        """Mean tokens of a completion."""
-        return float(next(self.draw(np.random.default_rng(0))).mean())
-
     def draw(self, rng: np.random.Generator) -> Iterator[Any]:
         """Yield blocks of lengths without end."""
         values, counts = (np.array(list(part)) for part in (self.lengths.keys(), self.lengths.values()))
