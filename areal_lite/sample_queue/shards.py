@@ -1,14 +1,17 @@
-"""The batch that is being trained: joined with its prompts and dealt to the ranks, once (`split.py`)."""
+"""The batch that is being trained: joined with its prompts and dealt to updates and ranks, once.
 
+A rank that fetches again gets the same rows.
+"""
+
+import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
 from areal_lite.sample_queue.records import BatchInfo
-from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard, means
 
 
@@ -104,3 +107,41 @@ class ShardedBatch:
         """Return the first groups, whole."""
         pairs = list(zip(self.batch.groups, self._prompts, strict=True))[:limit]
         return [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
+
+
+def assign_rows(
+    lengths: Sequence[int], *, num_minibatches: int, num_ranks: int, seed: int
+) -> tuple[list[int], list[int]]:
+    """Assign each row a minibatch and a rank.
+
+    A seeded shuffle deals the rows into minibatches of equal size. Inside a minibatch the longest row goes to the rank
+    with the fewest tokens so far, then the next longest, so that no rank waits long for another.
+
+    Args:
+        lengths: Tokens of each row, prompt and completion.
+        num_minibatches: Optimiser updates of the step; must divide the number of rows.
+        num_ranks: Trainer ranks; each gets at least one row of every minibatch.
+        seed: Of the shuffle.
+
+    Returns:
+        The minibatch of each row and the rank of each row, in the order of `lengths`.
+    """
+    rows_per_minibatch, rest = divmod(len(lengths), num_minibatches)
+    assert (rest, rows_per_minibatch >= num_ranks) == (0, True), "a recipe whose rows cannot be dealt is refused"
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    minibatches, ranks = [0] * len(lengths), [0] * len(lengths)
+    for minibatch in range(num_minibatches):
+        rows = order[minibatch * rows_per_minibatch : (minibatch + 1) * rows_per_minibatch]
+        for row, rank in _balance(rows, lengths, num_ranks):
+            minibatches[row], ranks[row] = minibatch, rank
+    return minibatches, ranks
+
+
+def _balance(rows: Sequence[int], lengths: Sequence[int], num_ranks: int) -> Iterable[tuple[int, int]]:
+    """Yield (row, rank), longest row first, to the rank with the fewest tokens, then the fewest rows."""
+    loads = [(0, 0, rank) for rank in range(num_ranks)]
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        num_tokens, num_rows, rank = min(loads)
+        loads[rank] = (num_tokens + lengths[row], num_rows + 1, rank)
+        yield row, rank

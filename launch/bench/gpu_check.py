@@ -19,9 +19,8 @@ from typing import Any
 import areal_lite
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench import view
 from areal_lite.launch.bench.gpu_part import Job, Part, command_of, read_figures, table
-from areal_lite.launch.bench.harness import say, write_results
+from areal_lite.launch.bench.harness import say, show_table, write_results
 from areal_lite.launch.bench.plan import choose
 from areal_lite.node import look_at_node
 from areal_lite.record.columns import Row, cells, markdown
@@ -116,7 +115,7 @@ class Check:
             signal(SIGTERM, before)
         self._archive()
         rows = [self._rows[name] for name in names if name in self._rows]
-        view.show(view.table("gpu-check", rows, title="gpu-check"))
+        show_table("gpu-check", rows, title="gpu-check")
         say(f"to send us: results.json, gpu-check.md and logs.tar.gz in {self._out}")
         return code or int(any(row["outcome"].startswith(("failed", "killed")) for row in rows))
 

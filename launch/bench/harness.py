@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.launch.bench import view
 from areal_lite.node import package_versions, processor, source_hash
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.columns import Columns, Row
+from areal_lite.record.columns import Columns, Row, cells
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_files import read_summary, write_whole
@@ -86,11 +87,27 @@ def finish(
     figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
     figures |= {"columns": columns} if columns else {}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
-    view.show(view.table(columns or benchmark, rows, title=title))
+    show_table(columns or benchmark, rows, title=title)
     if targets:
-        view.show(view.table("targets", targets, title="targets"))
+        show_table("targets", targets, title="targets")
     say(f"results: {out / 'results.json'}", style="")
     return 0
+
+
+def show_table(columns: str | Columns, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> None:
+    """Print a table in full, even where the terminal is narrower; figures go to the right."""
+    shown = Table(title=title or None, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
+                  show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+    titles, *lines = cells(columns, rows)
+    for place, texts in enumerate(zip(titles, *lines, strict=True)):
+        # In a narrow terminal lines are broken between words, never inside one.
+        longest = max(map(len, " ".join(texts).split()))
+        is_words = longest == max(map(len, "\n".join(texts).split("\n")))
+        shown.add_column(texts[0], justify="right" if place else "left", min_width=longest, no_wrap=is_words)
+    for line in lines:
+        shown.add_row(*(text.replace("**", "") for text in line))
+    needed = Console(width=1000).measure(shown).minimum
+    Console(width=max(Console().width, needed)).print(shown, crop=False)
 
 
 def say(text: str, style: str = "bold") -> None:

@@ -14,8 +14,7 @@ from areal_lite.config.reading import parse_override
 from areal_lite.config.sections import without_env_values
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
-from areal_lite.launch.bench import view
-from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, turns, write_results
+from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, show_table, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.record.columns import Row
@@ -47,7 +46,7 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
 
     def show(content: dict[str, Any]) -> None:
         if content["modes"]:
-            view.show(*modes_tables(content))
+            show_modes(content)
             write_bench(out)
         for text in content["findings"]:
             say(f"- {text}", style="")
@@ -190,8 +189,8 @@ def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return RunFolder(folder).read("metrics.jsonl"), RunFolder(folder).read("events.jsonl")
 
 
-def modes_tables(content: Row) -> list[Any]:
-    """Render two tables of at most 80 columns, a row per mode, with the spread of several repeats below each value."""
+def show_modes(content: Row) -> None:
+    """Print two tables of at most 80 columns, a row per mode, with the spread of several repeats below each value."""
     lines, best = content["modes"], content["best_synchronous"]
     of_figures = (
         f"Median, lowest-highest. x best sync: over samples/s of {best} in the same repeat. reward: of the last steps; "
@@ -200,10 +199,8 @@ def modes_tables(content: Row) -> list[Any]:
     of_shares = (
         "threads: of generation + training. slots full: running samples over slots. Ages: of the trained tokens."
     )
-    return [
-        view.table("modes", lines, title=title_of(content), caption=of_figures),
-        view.table("shares of modes", lines, caption=of_shares),
-    ]
+    show_table("modes", lines, title=title_of(content), caption=of_figures)
+    show_table("shares of modes", lines, caption=of_shares)
 
 
 def title_of(content: Row) -> str:

@@ -18,8 +18,7 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench import view
-from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, write_results
+from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, show_table, write_results
 
 Settings = dict[str, Any]
 """`section.field` -> value."""
@@ -58,7 +57,7 @@ def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out:
     out = (out or Path("runs") / f"bench-{name}").resolve()
 
     def show(content: dict[str, Any]) -> None:
-        view.show(view.table("plan", content["runs"], title="results"))
+        show_table("plan", content["runs"], title="results")
         say(f"results: {out / 'results.json'}")
 
     return run_to_the_end([chosen], out=out, collect=lambda: collect_results(name, plan, runs, out=out), show=show)

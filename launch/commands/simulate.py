@@ -11,8 +11,7 @@ from rich.progress import track
 from areal_lite.config.reading import parse_override, parse_section
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench import view
-from areal_lite.launch.bench.harness import write_results
+from areal_lite.launch.bench.harness import show_table, write_results
 from areal_lite.launch.bench.simulation import Inputs, simulate
 from areal_lite.launch.bench.simulation_inputs import ASSUMED, inputs_of_recipe, inputs_of_run, with_split
 from areal_lite.launch.commands.options import Gpu, Overrides, ProfileFile, Recipe, option
@@ -62,7 +61,7 @@ def simulate_run(
         for ranks, engines, eta in track(cases, "simulating", console=console, disable=not grid, transient=True)
     ]
     best = sorted(rows, key=lambda row: -float(row["trained_tokens_per_s"]))[:3] if grid else rows
-    view.show(view.table("simulate", best, title="the three fastest" if grid else f"{steps} steps"))
+    show_table("simulate", best, title="the three fastest" if grid else f"{steps} steps")
     for row in best:
         console.print(limit(row), highlight=False, soft_wrap=True)
     if out is not None:

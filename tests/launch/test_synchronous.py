@@ -31,7 +31,7 @@ from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
-from areal_lite.sample_queue.split import assign_rows
+from areal_lite.sample_queue.shards import assign_rows
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Row, Sample, Shard
 from areal_lite.verify.verifier_set import VerifierSet

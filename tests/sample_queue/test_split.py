@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.sample_queue.split import assign_rows
+from areal_lite.sample_queue.shards import assign_rows
 
 
 def test_balances_tokens_inside_a_minibatch() -> None:
