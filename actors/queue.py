@@ -9,7 +9,7 @@ from areal_lite.network import local_address, port_range
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
-from areal_lite.sample_queue.service import restore
+from areal_lite.sample_queue.service import QueueService, restore
 from areal_lite.types import Prompt
 
 
@@ -32,12 +32,11 @@ class QueueActor(MeasuredProcess):
         ledger = Ledger(settings)
         if state is not None:
             ledger = restore(state, settings=settings, cursor=cursor, keep_batch=keep_batch)
+        trainer = config.trainer
         self._server = QueueServer(
-            ledger,
-            cursor,
-            num_minibatches=config.trainer.minibatches,
-            num_ranks=config.trainer.row_ranks,
-            seed=config.run.seed,
+            QueueService(
+                ledger, cursor, num_minibatches=trainer.minibatches, num_ranks=trainer.row_ranks, seed=config.run.seed
+            ),
             bind=local_address(config.run.network),
             ports=port_range(config.run.ports),
             max_message_bytes=config.queue.max_message_mb * 2**20,

@@ -32,6 +32,7 @@ from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
+from areal_lite.sample_queue.service import QueueService
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 
 CARRIERS = ("areal-lite", "ray")
@@ -171,7 +172,8 @@ def _queue_server() -> QueueServer:
                               samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
     prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
     prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
-    return QueueServer(Ledger(settings), prompts, num_minibatches=1, num_ranks=1, seed=0, keys=QueueKeys())
+    service = QueueService(Ledger(settings), prompts, num_minibatches=1, num_ranks=1, seed=0)
+    return QueueServer(service, keys=QueueKeys())
 
 
 def _queue_work(access: QueueAccess, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_lite.record.run_files import has_shape, number, numbers, shape, table
+from areal_lite.record.run_files import has_shape, number, numbers, table
 
 EDGES = tuple(4**power for power in range(2, 9))
 """The longest sample of each class of lengths but the last, in tokens."""
@@ -29,7 +29,7 @@ _RARE = 0.01
 """A quarter that holds at most this share of all tokens is too small to judge."""
 _MAX_LOST = 0.05
 """Share of groups that may be too old to train before a warning is due."""
-_COUNTS = shape(((int,) * 4, (int,) * 4))
+_COUNTS = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
 
 
 def by_quarter(rows: Sequence[Mapping[str, Any]]) -> dict[str, npt.NDArray[np.int64]]:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import msgspec
 
@@ -20,78 +20,78 @@ Row = dict[str, Any]
 _UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
-class Maybe(NamedTuple):
-    """A shape that may be missing or null."""
-
-    shape: Any
-
-
-def shape(wanted: Any) -> Any:
-    """Return the type of values read from JSON that `has_shape` compares with.
+def shape(**fields: Any) -> Any:
+    """Declare what `has_shape` expects of a JSON object.
 
     Args:
-        wanted: A type, where `float` is any number; keys with shapes, or `...` for any key, further keys may hold
-            anything; `[shape of every entry]`; `(shape, shape)` for a list of that length; or a `Maybe`.
+        fields: Types by key, where `float` is any number. A key that may hold null may be missing. Further keys may
+            be there, and hold anything.
     """
-    if isinstance(wanted, Maybe):
-        return shape(wanted.shape) | None
-    if isinstance(wanted, list):
-        return list[shape(wanted[0])]  # type: ignore[misc]
-    if isinstance(wanted, tuple):
-        return tuple[tuple(map(shape, wanted))]  # type: ignore[misc]
-    if not isinstance(wanted, dict):
-        return wanted
-    if not wanted or ... in wanted:
-        return dict[str, shape(wanted.get(..., Any))]  # type: ignore[misc]
-    fields = ((key, shape(one), None) if isinstance(one, Maybe) else (key, shape(one)) for key, one in wanted.items())
-    return msgspec.defstruct("Shape", fields, kw_only=True)
+    optional = {key for key, kind in fields.items() if type(None) in get_args(kind)}
+    pairs = [(key, kind, None) if key in optional else (key, kind) for key, kind in fields.items()]
+    return msgspec.defstruct("Shape", pairs, kw_only=True)
 
 
-_SPAN = (int, int, int)
-_MESSAGE = {"role": str, "content": str}
-_SAMPLE = {
-    "text": str,
-    "tokens": Maybe(int),
-    "reward": Maybe(float),
-    "failure": Maybe(str),
-    "spans": [_SPAN],
-    "messages": Maybe([_MESSAGE]),
-    "parts": Maybe({...: Maybe(float)}),
-    "metrics": Maybe({...: Maybe(float)}),
-    "feedback": Maybe(str),
-    "step_rewards": Maybe([(int, float)]),
-}
-_ROWS: dict[str, Any] = {
-    "metrics": {"step": int, "time_s": Maybe(float)},
-    "events": {"time": float, "lane": str, "kind": str},
-    "samples": {
-        "step": int,
-        "group": str,
-        "prompt": Maybe(str),
-        "answer": Maybe(str),
-        "row": Maybe({}),
-        "samples": [_SAMPLE | {"branches": Maybe([_SAMPLE])}],
-    },
+_Span = tuple[int, int, int]
+_Figures = dict[str, float | None]
+
+
+class _Message(msgspec.Struct):
+    """A turn of a chat."""
+
+    role: str
+    content: str
+
+
+class _Branch(msgspec.Struct, kw_only=True):
+    """A completion in `samples.jsonl`."""
+
+    text: str
+    spans: list[_Span]
+    tokens: int | None = None
+    reward: float | None = None
+    failure: str | None = None
+    messages: list[_Message] | None = None
+    parts: _Figures | None = None
+    metrics: _Figures | None = None
+    feedback: str | None = None
+    step_rewards: list[tuple[int, float]] | None = None
+
+
+class _Sampled(_Branch, kw_only=True):
+    """A completion with its further branches."""
+
+    branches: list[_Branch] | None = None
+
+
+class _Generated(msgspec.Struct):
+    """A sample in an event `group`."""
+
+    end: float
+    tokens: int
+    spans: list[_Span]
+
+
+_SHAPES = {
+    "metrics": shape(step=int, time_s=float | None),
+    "events": shape(time=float, lane=str, kind=str),
+    "samples": shape(step=int, group=str, prompt=str | None, answer=str | None, row=Row | None, samples=list[_Sampled]),
 }
 """What a row must have, by the file's name."""
 
-_EVENTS: dict[str, Any] = {
-    "group": {"start": float, "group": str, "samples": [{"end": float, "tokens": int, "spans": [_SPAN]}]},
-    "verify": {"start": float, "end": float, "group_id": str, "rewards": Maybe([Maybe(float)])},
-    "running": {"n": int},
-    "stamped": {"version": int},
-    "published": {"version": Maybe(int)},
-    "lost": {"worker": str},
-    "rejoined": {"worker": str},
-    "eval": {"step": int, "start": Maybe(float), "rewards": Maybe({...: Maybe(float)})},
-    "checkpoint": {"start": Maybe(float)},
-    "settings": {"step": int, "was": {}},
+_EVENT_SHAPES = {
+    "group": shape(start=float, group=str, samples=list[_Generated]),
+    "verify": shape(start=float, end=float, group_id=str, rewards=list[float | None] | None),
+    "running": shape(n=int),
+    "stamped": shape(version=int),
+    "published": shape(version=int | None),
+    "lost": shape(worker=str),
+    "rejoined": shape(worker=str),
+    "eval": shape(step=int, start=float | None, rewards=_Figures | None),
+    "checkpoint": shape(start=float | None),
+    "settings": shape(step=int, was=Row),
 }
-"""The same of an event, by its kind, in addition to `_ROWS`."""
-
-_SHAPES = {name: shape(wanted) for name, wanted in _ROWS.items()}
-_EVENT_SHAPES = {kind: shape(wanted) for kind, wanted in _EVENTS.items()}
-_ANY = shape({})
+"""The same of an event, by its kind, in addition to `_SHAPES`."""
 
 
 def number(value: Any) -> float | None:
@@ -149,10 +149,10 @@ def iterate_rows(path: Path, broken: list[int] | None = None, *, last_bytes: int
         last_bytes: Of a longer file only so many are read, from the end; 0 = all.
     """
     name = path.name.partition(".")[0]
-    wanted, by_kind = _SHAPES.get(name, _ANY), _EVENT_SHAPES if name == "events" else {}
+    wanted, by_kind = _SHAPES.get(name, Row), _EVENT_SHAPES if name == "events" else {}
     for place, line in enumerate(_lines(path, last_bytes), start=1):
         row = load_line(line)
-        if has_shape(row, wanted) and (not by_kind or has_shape(row, by_kind.get(row["kind"], _ANY))):
+        if has_shape(row, wanted) and (not by_kind or has_shape(row, by_kind.get(row["kind"], Row))):
             yield row
         elif broken is not None and line.strip(b"\n"):
             broken.append(place)
@@ -160,7 +160,7 @@ def iterate_rows(path: Path, broken: list[int] | None = None, *, last_bytes: int
 
 def iterate_lines(lines: Iterable[bytes], key: str, broken: list[int]) -> Iterator[tuple[float, bytes]]:
     """Yield the lines of objects that have a number by this key, with the number, and little else of them read."""
-    decoder = msgspec.json.Decoder(shape({key: float}))
+    decoder = msgspec.json.Decoder(shape(**{key: float}))
     for place, line in enumerate(lines, start=1):
         try:
             yield getattr(decoder.decode(line), key), line

@@ -24,7 +24,7 @@ import psutil
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.run_files import has_shape, shape
 
-_OWNER = shape({"host": str, "machine": str, "pid": int, "began": float, "since": str})
+_OWNER = shape(host=str, machine=str, pid=int, began=float, since=str)
 _CLOCK_S = 5.0
 """Tolerance of a process's start time: it is computed from the clock, which may have been set since."""
 _BEAT_S, _SILENCE_S = 5.0, 120.0

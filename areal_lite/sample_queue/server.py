@@ -30,10 +30,8 @@ from typing import Any
 
 import zmq
 
-from areal_lite.data.cursor import Cursor
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
 from areal_lite.sample_queue.access import ALLOWED, Gatekeeper, QueueAccess, QueueKeys, Role
-from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, read_fields
 from areal_lite.sample_queue.service import QueueService
 from areal_lite.wire import Raw, as_type, decode, encode
@@ -71,39 +69,27 @@ class _Request:
 
 
 class QueueServer:
-    """Serves a ledger and a data cursor to the clients of a run."""
+    """Serves what a `QueueService` does to the clients of a run."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        cursor: Cursor,
+        service: QueueService,
         *,
-        num_minibatches: int,
-        num_ranks: int,
-        seed: int,
         bind: str = "127.0.0.1",
         ports: range | None = None,
         max_message_bytes: int = 32 * 2**20,
         keys: QueueKeys | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open nothing before `start`.
 
         Args:
-            ledger: New, or restored; from `start` on it belongs to the server's thread.
-            cursor: Likewise.
-            num_minibatches: Optimiser updates per trainer step.
-            num_ranks: Trainer ranks that will fetch.
-            seed: Of the run; orders the rows of a batch.
+            service: From `start` on it belongs to the server's thread, with its ledger and cursor.
             bind: Address to listen on.
             ports: One of them is used; None = any free one.
             max_message_bytes: Longest request; answers may be longer.
             keys: Of the run; None = any client may do anything, in measurements and tests.
-            clock: The ledger's clock.
         """
-        self._service = QueueService(
-            ledger, cursor, num_minibatches=num_minibatches, num_ranks=num_ranks, seed=seed, clock=clock
-        )
+        self._service = service
         self._bind, self._ports, self._max_message_bytes, self._keys = bind, ports, max_message_bytes, keys
         self._parked: dict[_Kind, OrderedDict[_Request, None]] = {}
         self._next_deadline = math.inf  # of the parked requests; too early once that one was answered

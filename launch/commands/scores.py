@@ -14,11 +14,11 @@ from rich.text import Text
 from areal_lite.errors import DataError
 from areal_lite.launch.commands.trial import Case
 from areal_lite.record.intervals import mean_interval, paired
-from areal_lite.record.run_files import Maybe, has_shape, read_json, shape
+from areal_lite.record.run_files import has_shape, read_json, shape
 from areal_lite.types import means
 from areal_lite.verify.protocol import Reply
 
-_RESULTS = shape([{"index": int, "prompt": str, "completion": str, "reward": Maybe(float)}])
+_RESULT = shape(index=int, prompt=str, completion=str, reward=float | None)
 _LOWEST = 5
 _TEXT_WIDTH = 160
 
@@ -118,7 +118,7 @@ def show_comparison(*files: Path, console: Console) -> None:
 def _rewards_by_row(path: Path) -> dict[str, dict[str, Any]]:
     """Return the scored rows of a file of `--json`, by number and prompt."""
     rows: Any = read_json(path, notes := list[str]()).get("results")
-    if notes or not has_shape(rows, _RESULTS):
+    if notes or not isinstance(rows, list) or not all(has_shape(row, _RESULT) for row in rows):
         raise DataError(
             f"--compare must name files that areal-lite eval --json wrote, got {path}"
             f"{''.join(f': {note}' for note in notes)}. Fix: write it again"

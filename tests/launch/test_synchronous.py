@@ -31,6 +31,7 @@ from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
+from areal_lite.sample_queue.service import QueueService
 from areal_lite.sample_queue.shards import assign_rows
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Row, Sample, Shard
@@ -114,9 +115,8 @@ async def generate_all(engine: Any, requests: Sequence[tuple[Prompt, Sampling]])
 
 def make_server(config: Config) -> QueueServer:
     ledger = Ledger(LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump()))
-    return QueueServer(
-        ledger, make_cursor(config), num_minibatches=config.trainer.minibatches, num_ranks=1, seed=config.run.seed
-    )
+    options = {"num_minibatches": config.trainer.minibatches, "num_ranks": 1, "seed": config.run.seed}
+    return QueueServer(QueueService(ledger, make_cursor(config), **options))
 
 
 @asynccontextmanager

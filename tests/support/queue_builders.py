@@ -52,17 +52,13 @@ def make_queue(
     *, ledger: Ledger | None = None, cursor: Any = None, clock: Callable[[], float] | None = None, **changes: Any
 ) -> QueueServer:
     """A server that is not started: two groups of three samples a step, two minibatches, two ranks."""
-    options: dict[str, Any] = {
-        "num_minibatches": 2,
-        "num_ranks": 2,
-        "seed": 0,
-        "max_message_bytes": 2**20,
-        "keys": None,
-    }
+    dealt: dict[str, Any] = {"num_minibatches": 2, "num_ranks": 2, "seed": 0}
+    dealt |= {name: changes.pop(name) for name in list(dealt) if name in changes}
+    options: dict[str, Any] = {"max_message_bytes": 2**20, "keys": None}
     options |= {name: changes.pop(name) for name in [*options, "bind", "ports"] if name in changes}
     clock = clock or FakeClock()
     ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
-    return QueueServer(ledger, cursor or FakeCursor(), clock=clock, **options)
+    return QueueServer(QueueService(ledger, cursor or FakeCursor(), clock=clock, **dealt), **options)
 
 
 @contextmanager
