@@ -191,7 +191,7 @@ METRICS = (
            board="reward"),
     Metric("eval_step", "the step that was evaluated"),
     Metric("eval_by_source", "the same by data source", board="reward"),
-    Metric("eval_watched", "the same as the verifiers of `reward_watch` see it", board="reward"),
+    Metric("eval_watched", "the same, scored by the verifiers of `reward_watch`", board="reward"),
     Metric("ledger", "groups by state as the row is written"),
 )
 """Keys of a row of `metrics.jsonl`."""
