@@ -5,10 +5,10 @@
 In float32 and bfloat16: after a weight sync, and one update of the trainer later, so that stale weights show.
 """
 
+import argparse
 import functools
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -271,4 +271,11 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", metavar="FAMILY or FOLDER", help=f"default: all of {', '.join(ALL_FAMILIES)}"
+    )
+    named = parser.parse_args().names
+    if unknown := [name for name in named if name not in ALL_FAMILIES and not Path(name).is_dir()]:
+        parser.error(f"expected a family or a model folder, got {', '.join(unknown)}")
+    main(named)

@@ -6,6 +6,7 @@ It installs the newest packages from PyPI and npm into a temporary folder (about
 clients in JavaScript need npm. `pytest -m frameworks` does the same, and asserts that every check is ok.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -172,4 +173,5 @@ def main(folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main(Path(tempfile.mkdtemp()))
