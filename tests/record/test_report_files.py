@@ -167,7 +167,7 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     assert found["Did it learn?"][0] == "yes"
     assert (found["Is it healthy?"][0], found["Is it healthy?"][1][:2]) == (
         "look at this",
-        ["done: 12 of 100 steps", "1 workers lost"],
+        ["done: 12 of 100 steps", "workers lost: 1"],
     )
     offline = cards(make_offline_run(tmp_path / "dpo"))
     assert offline["Did it learn?"][0] == "not measured"

@@ -92,11 +92,11 @@ def _health(run: RunFiles) -> Answer:
     planned = table(run.config.get("run")).get("steps")
     events, ledger = Counter(event["kind"] for event in run.events), numbers(run.last.get("ledger"))
     counts = {
-        "warnings, below": events["warning"], "updates skipped": sum(_values(run.metrics, "step_skipped")),
+        "warnings (below)": events["warning"], "updates skipped": sum(_values(run.metrics, "step_skipped")),
         "workers lost": events["lost"], "restarts": events["restarted"],
         "groups failed": ledger.get("failed", 0), "groups stale": ledger.get("stale", 0),
     }  # fmt: skip
-    problems = [f"{count:.0f} {what}" for what, count in counts.items() if count]
+    problems = [f"{what}: {count:.0f}" for what, count in counts.items() if count]
     texts = {
         "truncated_fraction": "{1:.0%} truncated",
         "entropy": "entropy {0:.3f} → {1:.3f}",
