@@ -6,7 +6,6 @@ once, event by event, so that a log of any length takes no memory.
 
 import contextlib
 import itertools
-import json
 import logging
 import math
 import os
@@ -14,10 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
@@ -44,26 +43,8 @@ from areal_lite.types import Group, Sample
 logger = logging.getLogger(__name__)
 
 
-class _Rows(Sequence[dict[str, Any]]):
-    """A run's rows, each kept as 2 KB of JSON, of which Python's objects take 7."""
-
-    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._texts = [json.dumps(row) for row in rows]
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        found = self._texts[index]
-        return [*map(json.loads, found)] if isinstance(found, list) else dict(json.loads(found))
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
-        self._texts.append(json.dumps(row, default=float))
+_RECENT = 60
+"""Last rows that are kept for warnings; the others are in the file alone."""
 
 
 class Recorder:
@@ -77,11 +58,11 @@ class Recorder:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
         # Now, as files may change later.
         self._place = {"commit": commit_of_code(), "source": source_hash(), "machine": machine_in_words()}
-        self.rows = _Rows(folder.iterate("metrics.jsonl"))
-        """Rows of `metrics.jsonl`, those of earlier starts included."""
+        self.recent = deque(folder.iterate("metrics.jsonl"), maxlen=_RECENT)
+        """The last rows of `metrics.jsonl`, those of earlier starts included."""
         self.stopped_by = ""
         """What asked the run to stop early: Ctrl-C, a signal, ...; the status names an error."""
-        last = self.rows[-1] if self.rows else {"step": 0}
+        last = self.recent[-1] if self.recent else {"step": 0}
         self._started = time.monotonic() - (number(last.get("time_s")) or 0.0)
         self.evaluations: dict[int, dict[str, Any]] = {}
         """Figures over the held-out rows, by completed steps."""
@@ -112,7 +93,7 @@ class Recorder:
         """Write and return the row of a completed step; trackers show its figures."""
         times = {"step": step, "version": step, "time_s": time.monotonic() - self._started}
         row = {name: _finite(value) for name, value in (times | figures).items()}
-        self.rows.append(row)
+        self.recent.append(row)
         self._folder.append("metrics.jsonl", [row])
         shown = [(metric.tag, metric.parts(row)) for metric in self._metrics if metric.board]
         figures = {f"{tag}/{part}" if part else tag: value for tag, parts in shown for part, value in parts.items()}
@@ -134,8 +115,7 @@ class Recorder:
         content = {
             "status": status,
             "stopped_by": self.stopped_by or None,
-            "steps": len(self.rows),
-            "version": self.rows[-1]["step"] if self.rows else 0,
+            "version": self.recent[-1]["step"] if self.recent else 0,
             "wall_s": time.monotonic() - self._started,
             **figures,
             "versions": package_versions(),
@@ -168,7 +148,7 @@ class OnlineRecorder(Recorder):
         self._config, self._totals = config, _EventTotals()
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
-        self._totals.ends.update(row["step"] for row in self.rows[-1:])
+        self._totals.ends.update(row["step"] for row in [*self.recent][-1:])
         self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now()))
         self._origin: Reading | None = None
         """The clocks at the run's first step."""
@@ -268,26 +248,28 @@ class OnlineRecorder(Recorder):
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
+        rows = self._folder.read("metrics.jsonl")
         figures = {
-            **self._speeds(),
-            **mean_of_ends(self.rows, "reward_mean", "reward"),
+            "steps": len(rows),
+            **self._speeds(rows),
+            **mean_of_ends(rows, "reward_mean", "reward"),
             **self._evaluation_figures(),
-            **self._age_figures(),
+            **_age_figures(rows),
             "length_histogram": _in_order(self._totals.lengths),
             "max_staleness": self._config.queue.max_staleness,
             "ledger": dict(ledger),
             **self.shares(),
             "warnings": self._totals.warnings,
-            "publish_s_median": statistics.median(_known(self.rows, "publish_s") or [0.0]),
+            "publish_s_median": statistics.median(_known(rows, "publish_s") or [0.0]),
             "pause_s_median": statistics.median(self._totals.pauses or [0.0]),
-            **self._parity_figures(),
+            **_parity_figures([*rows, self._pending]),
         }
         return self.sum_up(status, figures)
 
-    def _speeds(self) -> dict[str, float | None]:
+    def _speeds(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         """Return the speeds over all steps but the first after each start, whose time is mostly that of the start."""
         seconds, done = 0.0, dict.fromkeys((*_RATES, "trained_tokens_per_s"), 0.0)
-        for before, row in itertools.pairwise(self.rows):
+        for before, row in itertools.pairwise(rows):
             if before["step"] in self._totals.ends:
                 continue
             step_s = (number(row.get("time_s")) or 0.0) - (number(before.get("time_s")) or 0.0)
@@ -311,19 +293,6 @@ class OnlineRecorder(Recorder):
             "eval_best_step": max(found, key=lambda step: found[step]["accuracy"], default=None),
             **parts,
         }
-
-    def _age_figures(self) -> dict[str, Any]:
-        tokens = Counter[str]()
-        for row in self.rows:
-            tokens.update({age: int(count) for age, count in numbers(row.get("age_histogram")).items()})
-        return {
-            "age_histogram": _in_order(tokens),
-            "age_max_trained": int(max(_known(self.rows, "age_max"), default=0)),
-        }
-
-    def _parity_figures(self) -> dict[str, float | None]:
-        names = [f"parity_{kind}_abs_logprob_diff" for kind in _PARITY]
-        return {name: max(_known([*self.rows, self._pending], name), default=None) for name in names}
 
     def _rates(self, since: "_Moment") -> dict[str, float]:
         """Return the work per second, and the share of slots in use, from an earlier moment to the last."""
@@ -378,6 +347,18 @@ def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(value): counts[value] for value in sorted(known, key=int)}
 
 
+def _age_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    tokens = Counter[str]()
+    for row in rows:
+        tokens.update({age: int(count) for age, count in numbers(row.get("age_histogram")).items()})
+    return {"age_histogram": _in_order(tokens), "age_max_trained": int(max(_known(rows, "age_max"), default=0))}
+
+
+def _parity_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    names = [f"parity_{kind}_abs_logprob_diff" for kind in _PARITY]
+    return {name: max(_known(rows, name), default=None) for name in names}
+
+
 def _known(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """Return the figures of the rows that have one."""
     return [value for row in rows if (value := number(row.get(key))) is not None]
@@ -420,12 +401,14 @@ class OfflineRecorder(Recorder):
 
     def summary(self, status: str) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
-        tokens, seconds = (sum(_known(self.rows, key)) for key in ("tokens", "train_s"))
+        rows = self._folder.read("metrics.jsonl")
+        tokens, seconds = (sum(_known(rows, key)) for key in ("tokens", "train_s"))
         figures = {
+            "steps": len(rows),
             "command": self._command,
             "trained_tokens": tokens,
             "trained_tokens_per_s": tokens / seconds if seconds else 0.0,
-            **mean_of_ends(self.rows, "loss", "loss"),
+            **mean_of_ends(rows, "loss", "loss"),
             "eval": {str(step): found for step, found in sorted(self.evaluations.items())},
         }
         return self.sum_up(status, figures)

@@ -272,8 +272,8 @@ class RunFolder:
                     logger.warning("%s cannot be written; its rows are kept in memory until it can: %s", path, error)
 
     def read(self, name: str) -> list[Row]:
-        """Read the rows of a `.jsonl` file; what is broken or cut off is left out."""
-        return read_rows(self.path / name)[0]
+        """Read the rows of a `.jsonl` file, those too that cannot be written yet; what is broken is left out."""
+        return read_rows(self.path / name)[0] + [json.loads(line) for line in self._late.get(name, "").splitlines()]
 
     def iterate(self, name: str) -> Iterator[Row]:
         """Yield the same rows, one after another."""

@@ -287,7 +287,7 @@ class OnlineController(Controller):
         )
         self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
         for warning in [*self._warnings]:
-            if text := warning(self._recorder.rows):
+            if text := warning([*self._recorder.recent]):
                 self._warnings.remove(warning)
                 self._view.print(text, style="yellow")
                 self._controller_lane.emit("warning", step=self._version, text=text)

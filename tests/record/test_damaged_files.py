@@ -61,7 +61,7 @@ def resume(folder: Path) -> None:
     found.go_back(say=lambda _: None)
     recorder = OnlineRecorder(config, found)
     for warning in (stale_warning, spread_warning):
-        warning(recorder.rows)
+        warning([*recorder.recent])
     recorder.summary("interrupted", ledger={})
 
 

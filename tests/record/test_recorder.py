@@ -292,7 +292,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     clock.now += 5000.0
     again = OnlineRecorder(config, folder)
     assert again.evaluations == {0: kept}
-    assert [row["step"] for row in again.rows] == [1, 2]
+    assert [row["step"] for row in again.recent] == [1, 2]
     again.feed([group])
     for step in (3, 4):
         clock.now += 10.0
@@ -326,9 +326,9 @@ def test_speeds_of_a_resumed_run_are_of_all_steps_but_the_first_after_each_start
         for step in range(steps):
             clock.now += 10.0 if step else 60.0
             recorder.feed(
-                [{"time": clock.now, "lane": "trainer", "kind": "published", "version": len(recorder.rows) + 1}]
+                [{"time": clock.now, "lane": "trainer", "kind": "published", "version": len(recorder.recent) + 1}]
             )
-            do_step(recorder, len(recorder.rows) + 1, tokens=100.0 * (step + 1))
+            do_step(recorder, len(recorder.recent) + 1, tokens=100.0 * (step + 1))
         summary = recorder.summary("interrupted", ledger={})
         speeds = [summary[f"{name}_per_s"] for name in ("samples", "gen_tokens", "trained_tokens")]
         assert speeds == pytest.approx([4 / 10, 100 / 10, 40 / 10])
