@@ -59,8 +59,10 @@ def texts(tokenizer: PreTrainedTokenizerFast, data: OfflineData) -> list[tuple[s
 
 
 def test_plain_completions_end_with_one_end_of_sequence(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "one ", "completion": "two"}, "", {"prompt": "x", "completion": ""}])
-    assert texts(tokenizer, load(tokenizer, path=path)) == [("one ", "two<eos>"), ("x", "<eos>")]
+    completions = {"one ": "two", "x": "", "y": "a<eos>b"}
+    path = write(tmp_path / "a.jsonl", [{"prompt": name, "completion": text} for name, text in completions.items()])
+    found = texts(tokenizer, load(tokenizer, path=path))
+    assert found == [("one ", "two<eos>"), ("x", "<eos>"), ("y", "a<eos>")]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ def test_nothing_outlives_its_program(name: str) -> None:
     assert token not in "".join(path.read_text(errors="replace") for path in command_lines())
 
 
+def test_memory_outside_processes_is_refused() -> None:
+    """Seen failing without `refuse_hidden_memory`."""
+    assert attack("hidden memory").reward == 1.0
+
+
 def command_lines() -> list[Path]:
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
 
