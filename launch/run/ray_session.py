@@ -48,7 +48,8 @@ def ray_session() -> Iterator[None]:
             # Without an address Ray would join whatever cluster this machine happens to run.
             _join(os.environ.get("RAY_ADDRESS") or "local")
         _ignore_messages()
-        yield
+        with _lost_calls_ignored():
+            yield
     finally:
         with undisturbed():  # a second Ctrl-C must not leave half of Ray's processes behind
             _leave()
@@ -109,6 +110,19 @@ def _ignore_messages() -> None:
     worker = ray._private.worker.global_worker
     worker.threads_stopped.set()  # `ray.shutdown` clears it, so that the next `ray.init` prints as ever
     worker.gcs_error_subscriber.close()
+
+
+@contextlib.contextmanager
+def _lost_calls_ignored() -> Iterator[None]:
+    """Have Ray print no traceback of a call that failed and is not asked about, such as those of a lost worker."""
+    name = "RAY_IGNORE_UNHANDLED_ERRORS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ |= {name: before} if before is not None else {}
 
 
 def _leave() -> None:
