@@ -27,6 +27,8 @@ from areal_lite.record.run_files import number, read_json, remove
 _MANIFEST, _META = "manifest.json", "meta.json"
 Digest = dict[str, int | str]
 """`size` in bytes and `sha256` of a file."""
+LATE_S = 15.0
+"""How late a file may show on another node: storage that nodes share may cache what a folder holds."""
 _NAME = re.compile(r"\.?step-(\d+)(\.aside)?")
 
 
@@ -162,13 +164,9 @@ def seal(checkpoint: Path, known: Mapping[str, Digest] | None = None) -> None:
     manifest = read_json(final, problems)
     if final.exists() and problems:
         raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
+    _wait_for(known or {})
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path not in (final, temporary)]
     known = known or {}
-    if missing := sorted(known.keys() - set(map(str, paths))):
-        raise CheckpointError(
-            f"expected {missing[0]}, which a trainer rank wrote, got no such file here. Fix: put run.dir on storage "
-            "that all nodes share"
-        )
     name_of = {str(path): path.relative_to(checkpoint).as_posix() for path in paths}
     new = [path for path in paths if name_of[str(path)] not in manifest and str(path) not in known]
     manifest |= {name_of[path]: digest for path, digest in {**known, **digests(new)}.items()}
@@ -177,6 +175,19 @@ def seal(checkpoint: Path, known: Mapping[str, Digest] | None = None) -> None:
     os.replace(temporary, final)
     for path in {path.parent for path in paths} | {checkpoint, checkpoint.parent}:
         _sync(path)
+
+
+def _wait_for(known: Mapping[str, Digest]) -> None:
+    """Wait until files of other nodes are here, whole: storage may show them late."""
+    deadline = time.monotonic() + LATE_S
+    for path, digest in known.items():
+        while not (os.path.isfile(path) and os.path.getsize(path) == digest["size"]):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"expected {path}, which a trainer rank wrote, got no such file here within {LATE_S:g} s. Fix: put "
+                    "run.dir on storage that all nodes share, and that shows new files sooner"
+                )
+            time.sleep(0.2)
 
 
 def damage(checkpoint: Path, part: str = "") -> str:

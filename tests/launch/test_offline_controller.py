@@ -18,6 +18,7 @@ from offline_runs import OfflineRun
 from areal_lite.errors import CheckpointError, FruitlessError, HandoverError, QueueError, RankDied, StallError
 from areal_lite.launch.run import controller as controller_module
 from areal_lite.launch.run.controller import Interrupted
+from areal_lite.record import checkpoints
 from areal_lite.record.run_files import read_json
 
 Start = Callable[..., OfflineRun]
@@ -64,18 +65,21 @@ def test_a_trained_step_has_its_row_even_if_its_evaluation_fails(start: Start) -
     assert run.steps == run.saved == [1]
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_manifest_holds_what_the_ranks_hashed(start: Start, is_there: bool) -> None:
-    """The trainer's files and the exported model's; one that only a rank sees is an error.
+@pytest.mark.parametrize("is_there", [True, "late", False])
+def test_the_manifest_holds_what_the_ranks_hashed(
+    start: Start, is_there: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's files and the exported model's, which may show late; one that only a rank sees is an error.
 
-    Seen failing with every file hashed by the controller.
+    Seen failing with every file hashed by the controller, and with storage that shows a file a second later.
     """
+    monkeypatch.setattr(checkpoints, "LATE_S", 60.0 if is_there else 0.1)
     run = start(checkpoint_every=0)
 
     def write(folder: Path) -> Reference:
         folder.mkdir()
         if is_there:
-            (folder / "shard").touch()
+            threading.Timer(0.5 if is_there == "late" else 0.0, (folder / "shard").touch).start()
         return Reference(lambda: {str(folder / "shard"): {"size": 0, "sha256": "the rank's"}})
 
     run.rank.hooks |= {"save": write, "export": write}
