@@ -198,11 +198,11 @@ async def _queue_batches(access: QueueAccess) -> AsyncGenerator[int, None]:
     queue = QueueClient(access, timeout_s=_TIMEOUT_S)
 
     def batch(batch_id: str) -> int:
-        while (info := queue.take(batch_id=batch_id, wait_s=1.0)) is None:
+        while queue.take(batch_id=batch_id, wait_s=1.0) is None:
             pass
-        assert len(queue.fetch(batch_id=batch_id, rank=0).rows) == info["num_rows"]
+        assert len(queue.fetch(batch_id=batch_id, rank=0).rows) == GROUPS_PER_STEP * SAMPLES_PER_GROUP
         queue.complete_step(batch_id=batch_id)
-        return info["num_groups"]
+        return GROUPS_PER_STEP
 
     try:
         for step in itertools.count():

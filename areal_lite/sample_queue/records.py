@@ -25,16 +25,9 @@ class Batch:
     """`groups_per_step` groups, oldest admitted first, each sample with its score."""
 
 
-class BatchInfo(TypedDict):
-    """What the controller gets to know of a batch."""
-
-    version: int
-    """Trainer version when it was taken; ages are counted from it."""
-    num_groups: int
-    num_rows: int
-    rewards: dict[str, dict[str, float]]
-    """Means over the scored samples, each over those that have the figure: `reward_by_source` (total reward, by the
-    first part of the prompt ids), `reward_parts` and `verifier_metrics`."""
+Rewards = dict[str, dict[str, float]]
+"""Means over the scored samples of a batch, each over those that have the figure: `reward_by_source` (total reward, by
+the first part of the prompt ids), `reward_parts` and `verifier_metrics`."""
 
 
 class WorkerStatus(TypedDict):
@@ -58,7 +51,6 @@ class QueueStatus(TypedDict):
     capacity: int
     missing: int
     """Ready groups that the next batch still needs."""
-    admission_open: bool
     progress: int
     """Grows with every change of the ledger and with the progress that workers report."""
     workers: dict[str, WorkerStatus]

@@ -14,7 +14,7 @@ from areal_lite.data.cursor import Cursor
 from areal_lite.errors import CheckpointError, LedgerError, WireError
 from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
-from areal_lite.sample_queue.records import BatchInfo, QueueStatus, WorkerStatus
+from areal_lite.sample_queue.records import QueueStatus, Rewards, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Sample, Score, Shard
 from areal_lite.wire import decode, encode_in_parts
@@ -153,14 +153,14 @@ class QueueRequests:
 
     # Trainer
 
-    def take(self, *, batch_id: str, wait_s: float) -> BatchInfo | None:
+    def take(self, *, batch_id: str, wait_s: float) -> Rewards | None:
         """Take the next batch under a name the caller chose; None when none was complete within `wait_s` seconds."""
         batch = self._ledger.take(batch_id)
         if batch is None:
             return None
         if self._batch is None:
             self._batch = self._deal(batch, [self._cursor.get(group.prompt_id) for group in batch.groups])
-        return self._batch.info()
+        return self._batch.rewards()
 
     def fetch(self, *, batch_id: str, rank: int) -> Shard:
         """Return one trainer rank's part of the batch taken."""
@@ -212,7 +212,6 @@ class QueueRequests:
             counts=self._ledger.counts(),
             capacity=self._ledger.capacity(),
             missing=self._ledger.missing(),
-            admission_open=self._admission_open,
             progress=self._ledger.progress + self._reported_progress,
             workers={name: self._worker_status(name) for name in self._workers},
             parked=self.num_parked,

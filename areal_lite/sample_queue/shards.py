@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
-from areal_lite.sample_queue.records import BatchInfo
+from areal_lite.sample_queue.records import Rewards
 from areal_lite.types import Group, Prompt, Row, Shard, means
 
 
@@ -63,24 +63,19 @@ class ShardedBatch:
                 )
                 self._rows.append((rank, row))
 
-    def info(self) -> BatchInfo:
-        """Return its size, and means of rewards."""
+    def rewards(self) -> Rewards:
+        """Return means of its rewards."""
         scored = [
             (group.prompt_id.partition("/")[0], total, sample.score)
             for group in self.batch.groups
             for sample in group.samples
             if sample.score is not None and (total := sample.score.total) is not None
         ]
-        return BatchInfo(
-            version=self.batch.version,
-            num_groups=len(self.batch.groups),
-            num_rows=len(self._rows),
-            rewards={
-                "reward_by_source": means({source: total} for source, total, _ in scored),
-                "reward_parts": means(score.parts for *_, score in scored),
-                "verifier_metrics": means(score.metrics for *_, score in scored),
-            },
-        )
+        return {
+            "reward_by_source": means({source: total} for source, total, _ in scored),
+            "reward_parts": means(score.parts for *_, score in scored),
+            "verifier_metrics": means(score.metrics for *_, score in scored),
+        }
 
     def shard(self, rank: int) -> Shard:
         """Return one rank's rows, with the rewards of all groups.

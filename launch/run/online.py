@@ -29,7 +29,7 @@ from areal_lite.record.length_bias import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.worker_warnings import growth_warning, link_warning
 from areal_lite.sample_queue.access import Role
-from areal_lite.sample_queue.records import BatchInfo
+from areal_lite.sample_queue.records import Rewards
 from areal_lite.types import Prompt
 from areal_lite.weights.handover import hand_over
 
@@ -112,8 +112,8 @@ class OnlineController(Controller):
         batch_id = f"step-{self._version + 1}"
         begun = time.monotonic()
         self._trainer_lane.emit("wait")
-        info = self._wait_for_batch(batch_id)
-        if info is None:
+        rewards = self._wait_for_batch(batch_id)
+        if rewards is None:
             return False
         self._cluster.mark_batch_taken(batch_id)
         taken = time.monotonic()
@@ -125,7 +125,7 @@ class OnlineController(Controller):
         trained = time.monotonic()
         self._trainer_lane.emit("trained", version=self._version)
         record = {
-            "stats": stats | info["rewards"],
+            "stats": stats | rewards,
             "groups": groups,
             "timings": {"trainer_wait_s": taken - begun, "train_s": trained - taken},
         }
@@ -142,14 +142,14 @@ class OnlineController(Controller):
         self._save_if_due()
         return True
 
-    def _wait_for_batch(self, batch_id: str) -> BatchInfo | None:
+    def _wait_for_batch(self, batch_id: str) -> Rewards | None:
         queue = self._cluster.queue
         self._watchdog.restart()
         self._scale()
         self._cluster.check_workers()
         ended_before: int | None = None
         wait_s = 0.0
-        while (info := queue.take(batch_id=batch_id, wait_s=wait_s)) is None:
+        while (rewards := queue.take(batch_id=batch_id, wait_s=wait_s)) is None:
             wait_s = POLL_S
             if self._interrupts:
                 return None
@@ -169,7 +169,7 @@ class OnlineController(Controller):
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
-        return info
+        return rewards
 
     def _check_progress(self, reading: Hashable, *, waiting_for: str, culprit: Callable[[], str]) -> None:
         """Check a wait for workers: where one of them hangs it is replaced, and only then does the wait fail."""

@@ -231,9 +231,9 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
         queue.open_admission()
         running = [asyncio.create_task(worker.run()) for worker in workers]
         for step in range(1, 7):
-            while (info := queue.take(batch_id=f"{step}", wait_s=0.0)) is None:
+            while queue.take(batch_id=f"{step}", wait_s=0.0) is None:
                 await asyncio.sleep(0.01)
-            assert info["version"] == step - 1
+            assert queue.fetch(batch_id=f"{step}", rank=0).version == step - 1
             trained += [group.group_id for group in queue.batch_groups(batch_id=f"{step}", limit=8)]
             copy = queue.save()
             await asyncio.sleep(0.1)

@@ -38,7 +38,7 @@ def test_means_are_over_those_who_have_the_figure() -> None:
             scored(reward=0.0, parts={"right": 0.0, "brief": 0.5}, metrics={"turns": 5.0}),
         ),
     )
-    assert batch.info()["rewards"] == {
+    assert batch.rewards() == {
         "reward_by_source": {"game": 0.125, "sums": 1.0},  # game: (0.5 - 0.25 + 0) / 2
         "reward_parts": {"brief": 0.5, "right": 0.5},
         "verifier_metrics": {"turns": 4.0},
@@ -96,7 +96,7 @@ def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
     prompts = [Prompt(prompt_id="p/0/0", text="", token_ids=(1,), answer="")]
     batch_of = ShardedBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
     np.testing.assert_array_equal(batch_of.shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
-    assert batch_of.info()["rewards"]["reward_by_source"] == {"p": 0.5}
+    assert batch_of.rewards()["reward_by_source"] == {"p": 0.5}
 
 
 def turns(version: int) -> Sample:

@@ -60,7 +60,8 @@ def shards(*, cut: bool, num_ranks: int = 1) -> list[Shard]:
         num_ranks=num_ranks,
         run_seed=0,
     )
-    assert batch.info()["num_rows"] == sum(len(batch.shard(rank).rows) for rank in range(num_ranks))
+    num_rows = sum(len(sample.sequences) for group in groups for sample in group.samples)
+    assert num_rows == sum(len(batch.shard(rank).rows) for rank in range(num_ranks))
     return [batch.shard(rank) for rank in range(num_ranks)]
 
 
