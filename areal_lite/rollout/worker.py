@@ -86,7 +86,6 @@ class RolloutWorker(LeaseWorker):
         """Return the current figures, and the first error of each reason for which episodes failed."""
         return {
             "running": self._running,
-            "slots": self._slots,
             "tokens": self._engine.tokens_generated,
             "errors": self._workflows.errors,
             "unconstrained": dict(self._workflows.endpoint.unconstrained),

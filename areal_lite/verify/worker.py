@@ -41,11 +41,6 @@ class VerifierWorker(LeaseWorker):
         """
         super().__init__(client, name=events.lane, heartbeat_s=heartbeat_s)
         self._pool, self._events, self._decode = pool, events, decode
-        self._num_groups = 0
-
-    def gauges(self) -> dict[str, Any]:
-        """Return the pool's gauges, the groups scored and the groups held."""
-        return {**self._pool.gauges(), "groups": self._num_groups, "held": len(self._held)}
 
     def _room(self) -> int:
         return self._pool.groups_at_once - len(self._held)
@@ -62,7 +57,6 @@ class VerifierWorker(LeaseWorker):
         group = lease.group
         scores = await self._watched(group, await self._scores(group))
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
-        self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
         found: dict[str, Any] = {"failures": failures, "rewards": [score.total for score in scores]}
         if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):

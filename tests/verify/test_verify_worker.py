@@ -62,7 +62,7 @@ async def test_a_sample_that_has_a_score_keeps_it() -> None:
     worker, events = make_worker(client, pool)
     await serve_until(worker, client, lambda queue: queue.completed)
     assert client.completed == {"lease-0": [own, Score(reward=0.0), lost]}
-    assert worker.gauges()["calls"] == 1
+    assert pool.calls == 1
     assert {event["kind"] for event in events.drain()} == {"verify"}
 
 
