@@ -115,8 +115,10 @@ def find_job(name: str) -> Job:
     path = JOBS / f"{Path(name).name.removesuffix('.json')}.json"
     if not path.is_file():
         known = sorted(path.stem for path in JOBS.glob("*.json"))
-        jobs = f"one of {', '.join(known)}" if known else "a launched job, but there is none"
-        raise ConfigError(f"no such job in {JOBS}: expected {jobs}, got {name!r}{suggestion(name, known)}")
+        raise ConfigError(
+            f"no such job: expected one of {JOBS} ({', '.join(known) or 'none yet'}), got {name!r}"
+            f"{suggestion(name, known)}. Fix: type this in the folder where you launched the job"
+        )
     return parse_section(read_yaml(path, holding="a job"), Job)
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_kind_or_job_is_told_the_nearest(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="got 'slrum'; did you mean slurm"):
         find_kind("slrum")
-    with pytest.raises(ConfigError, match="a launched job, but there is none, got 'x'"):
+    with pytest.raises(ConfigError, match=r"\(none yet\), got 'x'"):
         find_job("x")
     job = make_job(folder=str(tmp_path)).save().without_values()
     assert find_job("run-1") == job
