@@ -87,7 +87,7 @@ def test_a_queue_that_dies_is_replaced_and_reported_once(start: Start) -> None:
     def take(**_: Any) -> dict[str, Any]:
         if next(steps) == 3:
             run.queue["save"] = dying
-        return {"rewards": {"reward_mean": 0.5}}
+        return {"reward_mean": 0.5}
 
     def dying() -> bytes:
         run.actors[QUEUE].dies_of = died()
@@ -220,7 +220,7 @@ def test_a_run_without_engines_waits_for_a_restart_and_publishes_for_it(start: S
             run.starts_take_s = 60.0
         engine = [method for lane, method in run.log if lane == ENGINE]
         is_serving = engine[-1] in ("run", "resume") and "run" in engine[len(engine) - engine[::-1].index("start") :]
-        return {"rewards": {"reward_mean": 0.5}} if is_serving and run.actors[ENGINE].dies_of is None else None
+        return {"reward_mean": 0.5} if is_serving and run.actors[ENGINE].dies_of is None else None
 
     run.queue["take"] = take
     assert run.run()["status"] == "done"

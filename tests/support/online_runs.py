@@ -95,7 +95,7 @@ class Actors:
                 self.log.append(("queue", request))
                 self.requests.append((request, *values, *fields.values()))
             usual = {
-                "take": {"rewards": {"reward_mean": 0.5}}, "batch_groups": [], "save": b"", "abandon": COUNTS,
+                "take": {"reward_mean": 0.5}, "batch_groups": [], "save": b"", "abandon": COUNTS,
                 "status": {"refused": 0, "counts": COUNTS, "progress": 1, "missing": 4, "workers": {}},
             }  # fmt: skip
             return self.queue[request](*values, **fields) if request in self.queue else usual.get(request)
