@@ -27,7 +27,7 @@ settings.load_profile("patient")
 
 LONGEST = (
     "alone", "nodes", "slurm", "test_smollm2", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run",
-    "test_rlhf", "local_job", "test_attempts", "test_mesh", "_ranks", "test_docs_verifiers", "test_lora", "test_memory",
+    "test_rlhf", "gpu_check", "test_attempts", "test_mesh", "_ranks", "test_docs_verifiers", "test_lora", "test_memory",
     "test_checkpoint", "_transport",
 )  # fmt: skip
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""

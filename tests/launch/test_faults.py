@@ -128,8 +128,10 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
     """Two rollout workers are added. Of the three one is killed, the engine of another hangs; the verifier is killed.
 
     Each is started beside the run. A rollout worker joins with the trainer's weights, and what it makes is trained.
-    Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers. In the
-    end one is dismissed.
+    Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers. One is
+    dismissed, and the only verifier hangs, for which the run does not go back. Then Ctrl-C, while Ray's raylet hangs.
+
+    Seen failing with a run that ends with a `StallError`, and with one that never ends, as Ray waits for the raylet.
     """
     (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
     resumed_at = len(steps(interrupted))
@@ -164,10 +166,18 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         scale(run, rollout=2)
         run.wait_until(lambda: "starting none, dismissing rollout/2" in run.output, "word on rollout/2")
         run.wait_until(lambda: not any(map(alive, dismissed)), "end of rollout/2")
+        stopped = run.actor("verifier/0")
+        os.kill(stopped, signal.SIGSTOP)
+        run.wait_until(lambda: run.output.count("verifier/0 is back") == 2, "another verifier")
+        run.wait_until(lambda: not alive(stopped), "end of the hung verifier")
+        assert "its process hangs: no report for" in lost(run)["verifier/0"]["reason"]
         run.wait_for_steps(len(steps(run)) + 2)
+        (raylet,) = [pid for pid in run.processes() if psutil.Process(pid).name() == "raylet"]
+        os.kill(raylet, signal.SIGSTOP)
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []
+        assert saved_step(run) == len(steps(run))
         assert lost(run).keys() == {"rollout/0", "rollout/1", "verifier/0"}
         assert all(f"{name} died" in run.output for name in lost(run))
         rows = run.folder.read("metrics.jsonl")
@@ -264,25 +274,3 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         assert summary(resumed)["status"] == "interrupted"
         assert saved_step(resumed) == len(steps(resumed))
         check_books(resumed, total=len(steps(resumed)))
-
-
-def test_a_hung_verifier_is_replaced_and_a_hung_raylet_delays_no_end(loop_folder: Path) -> None:
-    """The only verifier worker: the run may not go back to a checkpoint for it. Then Ctrl-C.
-
-    Seen failing with a run that ends with a `StallError`, and with one that never ends, as Ray waits for the raylet.
-    """
-    settings = {"steps": 1000, "stall_timeout_s": 15, "max_restarts": 0, "report": False}
-    with start(loop_folder, "hung", run=settings) as run:
-        run.wait_for_steps(2)
-        hung = run.actor("verifier/0")
-        os.kill(hung, signal.SIGSTOP)
-        run.wait_until(lambda: "verifier/0 is back" in run.output, "another verifier")
-        run.wait_until(lambda: not alive(hung), "end of the hung process")
-        assert "its process hangs: no report for" in lost(run)["verifier/0"]["reason"]
-        run.wait_for_steps(len(steps(run)) + 2)
-        (raylet,) = [pid for pid in run.processes() if psutil.Process(pid).name() == "raylet"]
-        os.kill(raylet, signal.SIGSTOP)
-        run.press_ctrl_c()
-        assert run.exit_code() == 130, run.output
-        assert run.leftovers == []
-        assert saved_step(run) == len(steps(run))

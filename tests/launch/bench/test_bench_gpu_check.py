@@ -176,14 +176,11 @@ def test_parts_without_an_engine_run_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.loop
 def test_the_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    """Two ranks do the first step that one does; an engine killed in a hand-over is replaced.
+    """An engine killed in a hand-over is replaced.
 
     Seen failing with the callback of `large` among the settings of the run: it passed, and had measured nothing.
     """
-    figures = check_on_a_cpu(tmp_path, "float32", "ranks-2", "large", "dead-engine")
-    two = figures["ranks-2"]["run"]
-    assert two["compared"].startswith("64 of 64 samples are those of float32/run, the gradient norm differs by")
-    assert two["grad_difference"] < 1e-4
+    figures = check_on_a_cpu(tmp_path, "large", "dead-engine")
     assert figures["large"]["run"]["steps"] == 4
     assert figures["large"]["handover_gb_s"] > 0
     assert (figures["dead-engine"]["killed"], figures["dead-engine"]["restarts"]) == (1, 1)

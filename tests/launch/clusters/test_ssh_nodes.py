@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from launch_builders import crashing_recipe
+from loop_builders import loop_config
 from namespaces import Node, make_nodes
+from places import SUPPORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sshd]
 _PORT = 2222
@@ -66,7 +68,10 @@ def of_job(name: str) -> list[str]:
 
 
 def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
-    recipe = crashing_recipe(tmp_path, steps=2)  # it would crash in its third
+    shutil.copy(SUPPORT / "loop_verifiers.py", tmp_path)  # both nodes see this folder
+    verifier = {"function": f"{tmp_path}/loop_verifiers.py:digit_share"}
+    config = loop_config(tmp_path, run={"steps": 2, "checkpoint_every": 1}, verifier=verifier)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
     with make_nodes(["lnode1", "lnode2"], shared=[tmp_path]) as nodes, serving_ssh(nodes, tmp_path) as shell:
         profile = {
             "nodes": 2,
@@ -75,7 +80,7 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
             "ssh": {"hosts": ["lnode1", "lnode2"], "shell": shell},
         }
         (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
-        words = f"launch --on ssh --profile profile.yaml --name pair train {recipe}".split()
+        words = ["launch", "--on", "ssh", "--profile", "profile.yaml", "--name", "pair", "train", "tiny.yaml"]
         command = nodes[0].command(
             [sys.executable, "-m", "areal_lite.launch.commands.main", *words],
             cwd=tmp_path,
