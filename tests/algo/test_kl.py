@@ -1,5 +1,5 @@
-"""KL estimators: values and gradients in each token (in expectation: train/test_enumerable_knobs.py); the adaptive
-coefficient."""
+"""KL estimators far from the reference (near it: test_losses.py; in expectation: train/test_enumerable_knobs.py), and
+the adaptive coefficient."""
 
 from typing import Any
 
@@ -8,24 +8,6 @@ import pytest
 import torch
 
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
-
-
-def derive(d: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Value and derivative by d = log pi - log reference, of each estimator."""
-    return {"k1": (d, np.ones_like(d)), "k2": (d * d / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_values_and_gradients(estimator: Any) -> None:
-    """Seen failing with the sign of d turned in k3, and without the half in k2."""
-    rng = np.random.default_rng(0)
-    logprobs, reference = rng.uniform(-4, -0.1, (2, 50))
-    leaf = torch.tensor(logprobs, requires_grad=True)
-    estimates = kl_estimate(leaf, reference_logprobs_T=torch.tensor(reference), estimator=estimator)
-    estimates.sum().backward()
-    values, gradients = derive(logprobs - reference)[estimator]
-    np.testing.assert_allclose(estimates.detach(), values, atol=1e-12)
-    np.testing.assert_allclose(leaf.grad, gradients, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

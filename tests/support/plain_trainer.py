@@ -1,7 +1,8 @@
 """A trainer step written a second time: token by token, in plain Python, with nothing of `areal_lite.algo`.
 
 No padding, no micro-batches, no ranks, no flat tensors: every completion is one forward pass, every quantity a list per
-row. Slow and easy to read beside the table of docs/objective.md.
+row. Slow and easy to read. What a preset's loss is, test_presets.py derives; here is what stands around it: credit,
+baselines, critic, optimisers, several updates.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from areal_lite.config.recipe import Config
-from areal_lite.types import GIVEN, Row, StopReason
+from areal_lite.types import GIVEN, Row
 
 NAN = float("nan")
 
@@ -118,10 +119,6 @@ class PlainTrainer:
         group, reward = rewards[row.group_index].tolist(), float(rewards[row.group_index, row.sample_index])
         scored = [r for r in group if not math.isnan(r)]
         trains = not math.isnan(reward)
-        if self.objective.mask_truncated and row.sample.stop_reason is StopReason.LENGTH:
-            trains = False
-        if self.objective.sample_filter == "best_of_group" and trains:
-            trains = row.sample_index == group.index(max(scored))
         if self.objective.sample_filter == "varied_groups" and trains:
             trains = len(set(scored)) > 1
         versions = [span.version for span in row.sample.spans for _ in range(span.start, span.end)]
@@ -134,22 +131,17 @@ class PlainTrainer:
         temperature = self.config.rollout.temperature
         for p in plain:
             p.proximal = row_logprobs(self.model, p.row, temperature).tolist()
-            if self.objective.proximal == "behaviour":
-                p.proximal = p.behaviour
             p.reference = row_logprobs(self.reference, p.row, temperature).tolist()
             p.values = row_outputs(self.critic, p.row)[:, 0].tolist()
 
     def _credit(self, plain: list[PlainRow], rewards: np.ndarray) -> None:
         """Shape rewards, and compare them with a baseline."""
-        knobs, limit = self.objective, self.config.rollout.max_new_tokens
+        knobs = self.objective
         for p in plain:
             raw = float(rewards[p.place])
             shaped = knobs.reward_scale * raw + knobs.reward_bias
             if knobs.reward_clip is not None and not math.isnan(raw):
                 shaped = min(max(shaped, -knobs.reward_clip), knobs.reward_clip)
-            if knobs.overlong_buffer > 0:
-                room = knobs.overlong_buffer * limit
-                shaped += min(0.0, max(-1.0, (limit - room - p.row.sample.num_tokens) / room))
             p.rewards = [0.0] * len(p.mask)
             p.rewards[-1] = 0.0 if math.isnan(raw) else shaped
             for step in p.row.sample.step_rewards:
@@ -231,10 +223,6 @@ class PlainTrainer:
                 mean = math.exp(sum(gap for gap, m in zip(gaps, p.mask, strict=True) if m) / p.trained)
                 is_near = self.objective.geometric_low <= mean <= self.objective.geometric_high
                 p.kept = [m and is_near for m in p.mask]
-            if self.objective.behaviour_filter == "binary_kl" and p.trained:
-                pairs = [(math.exp(p.behaviour[t]), math.exp(p.proximal[t])) for t, m in enumerate(p.mask) if m]
-                parts = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in pairs]
-                p.kept = [m and sum(parts) / len(parts) <= self.objective.binary_kl_limit for m in p.mask]
             if self.objective.behaviour_filter == "m2po":
                 now = row_logprobs(self.model, p.row, self.config.rollout.temperature).tolist()
                 moves = [a - b for a, b in zip(now, p.behaviour, strict=True)]
@@ -249,63 +237,30 @@ class PlainTrainer:
         num_rows = sum(q.trained > 0 for q in part)
         if self.objective.aggregation == "token_mean":
             return 1 / sum(q.trained for q in part)
-        per_row = {
-            "sequence_mean": 1 / p.trained,
-            "sequence_sum": 1.0,
-            "constant": 1 / self.config.rollout.max_new_tokens,
-        }
-        return per_row[self.objective.aggregation] / num_rows
+        return {"sequence_mean": 1 / p.trained, "sequence_sum": 1.0}[self.objective.aggregation] / num_rows
 
     def _policy_loss(self, part: list[PlainRow]) -> Tensor:
         knobs, loss = self.objective, torch.zeros(())
         for p in part:
             if not p.trained:
                 continue
-            temperature = self.config.rollout.temperature
-            logprobs_TV = torch.log_softmax(row_outputs(self.model, p.row) / temperature, -1)
-            current = [logprobs_TV[t, token] for t, token in enumerate(p.row.sample.token_ids.tolist())]
-            inside = [t for t in range(len(p.mask)) if p.mask[t]]
-            gap = sum(p.proximal[t] - p.behaviour[t] for t in inside)
-            mean_log_ratio = sum(current[t] - p.proximal[t] for t in inside) / len(inside)
-            for t in inside:
-                log_weights = {
-                    "token": p.proximal[t] - p.behaviour[t],
-                    "sequence": gap,
-                    "geometric_mean": gap / len(inside),
-                    "none": 0.0,
-                }
-                weight = math.exp(log_weights[knobs.behaviour_weight])
-                if knobs.behaviour_weight != "none" and weight > knobs.behaviour_weight_cap:
-                    weight = knobs.behaviour_weight_cap if knobs.behaviour_weight_above == "truncate" else 0.0
-                if not p.kept[t] or (knobs.behaviour_weight != "none" and weight < knobs.behaviour_weight_floor):
+            current = row_logprobs(self.model, p.row, self.config.rollout.temperature)
+            for t in [t for t, m in enumerate(p.mask) if m]:
+                weight = math.exp(p.proximal[t] - p.behaviour[t])
+                if not p.kept[t] or weight > knobs.behaviour_weight_cap:
                     weight = 0.0
-                ratio = (mean_log_ratio if knobs.ratio_level == "sequence" else current[t] - p.proximal[t]).exp()
-                term = -weight * self._surrogate(ratio, p.advantages[t], current[t], math.exp(p.proximal[t]))
+                term = -weight * self._surrogate((current[t] - p.proximal[t]).exp(), p.advantages[t])
                 if knobs.kl == "loss":
                     d = current[t] - p.reference[t]
-                    term = (
-                        term + knobs.kl_coef * weight * {"k2": d * d / 2, "k3": (-d).exp() - 1 + d}[knobs.kl_estimator]
-                    )
-                if knobs.proximal_kl_coef > 0:
-                    r = (current[t] - p.proximal[t]).exp()
-                    term = term + knobs.proximal_kl_coef * weight * (r - 1 - r.log())
-                entropy = -(logprobs_TV[t].exp() * logprobs_TV[t]).sum()
-                loss = loss + self._token_weight(part, p) * (term - knobs.entropy_coef * entropy)
+                    term = term + knobs.kl_coef * weight * ((-d).exp() - 1 + d)
+                loss = loss + self._token_weight(part, p) * term
         return loss
 
-    def _surrogate(self, ratio: Tensor, advantage: float, logprob: Tensor, chance: float) -> Tensor:
+    def _surrogate(self, ratio: Tensor, advantage: float) -> Tensor:
         knobs = self.objective
-        unit = 1.0 if knobs.clip_unit == "ratio" else chance
-        low = 0.0 if knobs.clip_low is None else 1 - knobs.clip_low / unit
-        high = math.inf if knobs.clip_high is None else 1 + knobs.clip_high / unit
+        low = 0.0 if knobs.clip_low is None else 1 - knobs.clip_low
+        high = math.inf if knobs.clip_high is None else 1 + knobs.clip_high
         held = ratio.clip(low, high)
-        if knobs.surrogate == "likelihood":
-            return logprob
-        if knobs.surrogate == "weighted_likelihood":
-            return held.detach() * advantage * logprob
-        if knobs.surrogate == "soft_ratio":
-            tau = knobs.soft_positive if advantage > 0 else knobs.soft_negative
-            return 4 / tau / (1 + (-tau * (ratio - 1)).exp()) * advantage
         if knobs.clip_dual is not None and advantage < 0 and ratio.item() > knobs.clip_dual:
             return ratio.detach() * 0 + knobs.clip_dual * advantage
         # Not torch.minimum: at a tie it halves the gradient between both sides, which is the same only where both move.

@@ -22,7 +22,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "monte-carlo": {"objective": {"preset": "ppo", "gamma": 0.9}, "critic": {"target": "monte_carlo"}},
     "shaping": {"objective": {"reward_scale": 3.0, "reward_bias": -1.0, "baseline": "none"}},
 }
-NAMES = ["areal", "grpo", "rloo", "ppo", "gspo", "reinforce", *KNOBS]
+NAMES = ["areal", "grpo", "rloo", "ppo", "reinforce", *KNOBS]
 
 
 def with_turns(row: Row, *, scored: bool) -> Row:
