@@ -307,14 +307,6 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
     refuse_or_read(data)
 
 
-@given(st.lists(st.tuples(st.integers(0, len(MESSAGE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_damaged_messages_raise_nothing_but_wire_errors(damage: list[tuple[int, int]]) -> None:
-    data = bytearray(MESSAGE)
-    for place, byte in damage:
-        data[place] = byte
-    refuse_or_read(bytes(data))
-
-
 contents = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["Score", "reward", "<i4", ""]) | st.just(b"1234"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["reward", "failure"]), inner),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algo_builders import MAX_NEW_TOKENS, make_case, tensor
+from algo_builders import tensor
 
 from areal_lite.algo.aggregation import aggregate
 
@@ -31,28 +31,6 @@ def test_by_hand(kind: Any, weights: list[float], denominator: float) -> None:
     assert total.dtype == torch.float64
     assert total.shape == ()
     assert total == denominator
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_row_order_padding_and_split_change_nothing(kind: Any) -> None:
-    """Masked slots put into every row, rows moved, and the rows cut in two: the same weights; shares add up."""
-    case = make_case()
-    mask, rows = tensor(case.mask), tensor(case.rows)
-    knobs: Any = {"num_rows": 12, "kind": kind, "max_new_tokens": MAX_NEW_TOKENS}
-    weights, denominator = aggregate(mask, rows_T=rows, **knobs)
-    order = np.random.default_rng(0).permutation(len(case.mask))
-    shuffled, same = aggregate(mask[order], rows_T=rows[order], **knobs)
-    np.testing.assert_array_equal(shuffled, weights[order])
-    assert same == denominator
-    padded, same = aggregate(
-        torch.cat([mask, torch.zeros(12, dtype=torch.bool)]), rows_T=torch.cat([rows, torch.arange(12)]), **knobs
-    )
-    np.testing.assert_array_equal(padded[:-12], weights)
-    assert same == denominator
-    first = rows < 5
-    parts = [aggregate(mask[part], rows_T=rows[part], **knobs) for part in (first, ~first)]
-    np.testing.assert_array_equal(torch.cat([part[0] for part in parts]), weights)
-    assert parts[0][1] + parts[1][1] == denominator
 
 
 @pytest.mark.parametrize("kind", KINDS)

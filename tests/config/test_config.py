@@ -203,8 +203,6 @@ COMBINATIONS = [
         {"rollout": {"max_new_tokens": 512}, "model": {"max_context": 512}},
         ["rollout.max_new_tokens", "512", "raise model.max_context"],
     ),
-    ({"data": {"source": "jsonl"}}, ["data.source=jsonl", "data.path", "give the path of a JSONL file"]),
-    ({"data": {"path": "x.jsonl"}}, ["data.path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
     (
         {"run": {"eval_every": 5}, "reward_watch": {"verifiers": {"truth": {"function": "mth"}}}},
         ["reward_watch.verifiers.truth.function: ", "did you mean math"],
@@ -222,12 +220,6 @@ COMBINATIONS = [
         {"reward_watch": {"verifiers": {"t": {"function": "math"}}}},
         ["run.eval_every must be above 0 with reward_watch", "got 0: set it"],
     ),
-    ({"data": {"eval_path": "x.jsonl"}}, ["data.eval_path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
-    (
-        {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},
-        ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
-    ),
-    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", "add it where the prompt goes"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3"]),
     ({"trainer": {"ranks": 4, "mesh": {"tensor": 3}}}, ["trainer.ranks=4", "tensor=3"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),

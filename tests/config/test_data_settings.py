@@ -32,8 +32,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mix": {"a": {}}, "arith": {"max_terms": 3}}, ["data.arith is not read with data.mix"]),
     ({"mix": {"a/b": {}}}, ["a name in data.mix must match pattern '^[A-Za-z0-9_.-]+$'", "'a/b'"]),
     ({"mix": {"a": {"source": "jsonl"}}}, ["data.mix.a.source=jsonl needs data.mix.a.path, got none"]),
-    ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template must contain {prompt}, got 'x'"]),
-    ({"mix": {"a": {"arith": {"min_terms": 5}}}}, ["data.mix.a.arith.min_terms", "5 and 4"]),
+    ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template must contain {prompt}, got 'x'", "add it where"]),
+    ({"mix": {"a": {"arith": {"min_terms": 5}}}}, ["data.mix.a.arith.min_terms", "5 and 4", "lower the one or raise"]),
 ]
 
 

@@ -204,22 +204,6 @@ def test_held_out_rows_are_counted_behind_the_filters(tmp_path: Path) -> None:
     assert texts(load_one(data, "eval")) == ["2+2=?"]
 
 
-def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
-    """Nothing held out stays nothing."""
-    source = source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), max_prompt_tokens=4)
-    with pytest.raises(DataError, match=r"data\.max_prompt_tokens=4 leaves out all 3 rows: widen it"):
-        load_one(source)
-    assert load_one(source, "eval") == []
-
-
-def test_a_filter_makes_room_where_prompts_are_too_long(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    sections = {"model": {"max_context": 12}, "rollout": {"max_new_tokens": 6}}
-    with pytest.raises(ConfigError, match=r"got 7 at .*rows\.jsonl:3 .*data\.max_prompt_tokens"):
-        load_one(source_of(path), **sections)
-    assert len(load_one(source_of(path, max_prompt_tokens=6), **sections)) == 2
-
-
 # --- verifiers and workflows of rows ---
 
 NAMED = {

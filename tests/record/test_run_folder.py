@@ -221,17 +221,6 @@ def test_another_recipe_is_refused_with_the_difference(
     assert folder.read("metrics.jsonl") == [{"step": 1}], "a refused resume changes nothing"
 
 
-def test_a_resume_may_watch_a_run_from_before_there_was_a_watch(folder: RunFolder, tmp_path: Path) -> None:
-    """What is watched does not train. Seen failing with the section compared like others."""
-    checkpoint(folder, 1)
-    saved = json.loads((folder.path / "config.json").read_text())
-    del saved["reward_watch"]
-    folder.write_json("config.json", saved)
-    watch = {"verifiers": {"truth": {"function": "exact"}}, "stop": True}
-    again = resumed(tmp_path, run={"eval_every": 5}, reward_watch=watch)
-    assert json.loads((again.path / "config.json").read_text())["reward_watch"]["stop"] is True
-
-
 def test_a_run_of_an_earlier_version_is_named_as_one(folder: RunFolder, tmp_path: Path) -> None:
     """Its recipe holds settings that are gone. Seen failing with a ConfigError about the recipe given."""
     checkpoint(folder, 1)

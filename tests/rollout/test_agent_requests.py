@@ -128,6 +128,11 @@ def test_a_client_that_wants_one_tool_call_at_a_time_gets_one(api: str) -> None:
         ("responses", {"n": 2}),
         ("responses", {"tools": [{"type": "web_search"}]}),
         ("responses", {"truncation": "auto"}),
+        ("chat/completions", {"temperature": 0.3}),
+        ("chat/completions", {"top_p": 0.9}),
+        ("chat/completions", {"logit_bias": {"5": 1}}),
+        ("chat/completions", {"structured_outputs": {"regex": "a"}}),
+        ("chat/completions", {"min_tokens": 3}),
         ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
         ("chat/completions", {"ignore_eos": True}),
         ("chat/completions", {"stop_token_ids": [3]}),
@@ -197,9 +202,13 @@ def test_a_response_ends_at_its_stop() -> None:
         ("chat/completions", {"tool_choice": "auto"}),
         ("chat/completions", {"stream_options": {"include_usage": True}}),
         ("chat/completions", {"n": "x"}),
+        ("chat/completions", {"max_tokens": 0}),
+        ("chat/completions", {"messages": [{"role": "user", "content": ["a"]}]}),
         ("chat/completions", {"response_format": {"type": "json_schema"}}),
         ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
         ("responses", {"prompt": {"id": "x"}}),
+        ("responses", {"text": "x"}),
+        ("responses", {"input": [{"type": "message", "role": "assistant", "content": []}]}),
     ],
 )
 def test_what_vllm_refuses_is_a_400_and_not_sent_again(api: str, field: dict[str, Any]) -> None:
@@ -215,13 +224,17 @@ def test_what_vllm_refuses_is_a_400_and_not_sent_again(api: str, field: dict[str
 
 
 def test_tools_that_the_template_does_not_show_are_refused() -> None:
-    """The model would never know of them. Seen failing: 200, without a word."""
+    """The model would never know of them; nor would its calls be read without a parser. Seen failing: 200."""
 
-    async def scenario(llm: Any) -> None:
-        error = refusal(await post(llm, "chat/completions", {**KINDS["chat/completions"], "tools": [ADD]}))
-        assert "a template that does not show tools" in error["message"]
+    def refused_with(words: str) -> Any:
+        async def scenario(llm: Any) -> None:
+            error = refusal(await post(llm, "chat/completions", {**KINDS["chat/completions"], "tools": [ADD]}))
+            assert words in error["message"]
 
-    asking(scenario, rollout=HERMES["rollout"], template=CHATML)
+        return scenario
+
+    asking(refused_with("a template that does not show tools"), rollout=HERMES["rollout"], template=CHATML)
+    asking(refused_with("tools need rollout.tool_parser"))
 
 
 def test_a_model_can_be_looked_up() -> None:
@@ -290,9 +303,12 @@ def test_a_key_for_another_request_is_an_error() -> None:
         (b'{"messages": ' + json.dumps([user("a")] * 5000).encode() + b"}", 400, "got 5000 messages"),
         (b'{"messages": [{"role": "user", "content": "a"}], "n": 20000}', 400, ""),
         (b'{"messages": [{"role": "user", "content": "a"}], "n": 129}', 400, "n must be between 1 and 128"),
+        (b'{"messages": ' + b"[" * 100_000, 400, "recursion"),
+        (b"[1]", 400, "must be a JSON object, got list"),
+        (b"null", 400, "must be a JSON object, got NoneType"),
     ],
 )
-def test_what_is_too_large_is_refused_before_it_is_rendered(body: bytes, status: int, message: str) -> None:
+def test_what_is_too_large_or_no_request_is_refused_unrendered(body: bytes, status: int, message: str) -> None:
     """Over the socket and without it. Seen failing: all were rendered, or generated."""
 
     async def scenario(llm: Any) -> None:

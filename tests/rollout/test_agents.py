@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from agent_builders import ADD, own, say, train, trained, user
+from agent_builders import own, say, train, trained, user
 from chat_builders import THINKING
 from episode_builders import given_mask
 
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.api_fields import Refusal
 from areal_lite.rollout.engine import Sampling
 from areal_lite.types import Sample
 
@@ -213,33 +212,6 @@ def test_text_completions_continue_from_exact_tokens() -> None:
     assert [m["content"] for m in sample.messages] == ["one", " So? ", "two"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": 0.3}, r"rollout.temperature=1; got temperature=0.3. Fix: leave it out, or set rollout"),
-        ({"top_p": 0.9}, "got top_p=0.9. Fix: leave it out"),
-        ({"logit_bias": {"5": 1}}, "got logit_bias="),
-        ({"tools": [ADD]}, "tools need rollout.tool_parser"),
-        ({"n": 0}, "n must be between 1 and 128, got 0"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "got structured_outputs="),
-        ({"extra_body": {"min_tokens": 3}}, "got min_tokens=3"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "must be text, got parts of type str"),
-    ],
-)
-def test_what_would_be_another_policy_is_refused(options: dict[str, Any], message: str) -> None:
-    """Seen failing without the look at a call's settings; two of the cases are refused by others too."""
-
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        with pytest.raises(openai.BadRequestError, match=message):
-            await llm.client.chat.completions.create(**{"model": "m", "messages": [user("a")]} | options)
-        await say(llm, [user("a")], temperature=1, top_p=1.0, max_tokens=2, seed=3)
-        return 1.0
-
-    sample, _ = trained(agent, ["abc"])
-    assert sample.num_tokens == 2
-
-
 @pytest.mark.parametrize("max_tokens", [2.0, "2"])
 def test_a_limit_reaches_the_engine_as_a_whole_number(max_tokens: Any) -> None:
     """Seen failing with the body's own value, which vLLM's engine cannot decode."""
@@ -251,30 +223,6 @@ def test_a_limit_reaches_the_engine_as_a_whole_number(max_tokens: Any) -> None:
 
     _, speaker = trained(agent, ["abc", "abc"])
     assert [repr(sampling.max_new_tokens) for sampling in speaker.samplings] == ["2", "2"]
-
-
-@pytest.mark.parametrize(
-    ("api", "body", "message"),
-    [
-        ("chat/completions", "[1]", "must be a JSON object, got list"),
-        ("chat/completions", "null", "must be a JSON object, got NoneType"),
-        ("chat/completions", '{"messages": ' + "[" * 100_000, "recursion"),
-        ("responses", '{"model": "m", "input": "a", "text": "x"}', "text"),
-        ("responses", '{"model": "m", "input": [{"type": "message", "role": "assistant", "content": []}]}', ""),
-    ],
-)
-def test_a_body_that_is_none_is_refused_and_not_sent_again(api: str, body: str, message: str) -> None:
-    """Seen failing: an answer of status 500, which SDKs ask for again."""
-
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        name = llm.anthropic_base_url.rpartition("/")[2]
-        with pytest.raises(Refusal, match=message or None) as caught:
-            await llm.endpoint.answer(name, llm.api_key, api, body)
-        assert caught.value.status == 400
-        await say(llm, [user("a")])
-        return 1.0
-
-    trained(agent, ["abc"])
 
 
 def test_a_proxy_of_the_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

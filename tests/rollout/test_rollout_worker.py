@@ -139,17 +139,6 @@ async def test_evaluation_is_greedy_in_order_and_takes_a_rows_own_limit() -> Non
 # --- leases ---
 
 
-@in_loop
-async def test_a_dead_lease_cancels_its_samples_and_frees_their_slots() -> None:
-    """Seen failing with the answer of `heartbeat` ignored, and with slots freed only by samples that end well."""
-    client = FakeQueue([make_lease(n) for n in range(3)], dead=["lease-0", "lease-1"])
-    engine = HeldEngine(held=[0, 1])
-    worker, _ = make_worker(client, engine)
-    await serve_until(worker, client, lambda queue: "lease-2" in queue.completed)
-    assert (engine.cancelled, list(client.completed)) == ([0, 0, 1, 1], ["lease-2"])
-    assert worker.gauges()["running"] == 0
-
-
 # --- failures ---
 
 

@@ -72,6 +72,7 @@ def is_stale(sample: Sample) -> np.ndarray:
         {"proximal": "behaviour", "kl": "reward", "kl_coef": 0.1},
         {"behaviour_filter": "m2po"},
         {"behaviour_filter": "geometric"},
+        {"behaviour_filter": "binary_kl", "binary_kl_limit": 1e3},
     ],
     ids=lambda objective: "-".join(map(str, objective.values())) or "areal",
 )

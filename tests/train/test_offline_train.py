@@ -179,18 +179,6 @@ def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, 
 # --- learning ---
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_it_learns_its_rows(command: str, tmp_path: Path) -> None:
-    """The loss falls, and pairs come into the right order. Seen failing with the sign of the margin turned."""
-    config = offline_config(tmp_path, command, run={"steps": 30})
-    trainer = offline_trainer(config)
-    trainer.prepare()
-    figures = [trainer.step() for _ in range(30)]
-    assert figures[-1]["loss"] < 0.5 * figures[0]["loss"]
-    assert figures[-1]["accuracy"] > (0.7 if command == "sft" else 0.9)  # nothing says how long a completion is
-    assert all(row["step_skipped"] == 0 and row["tokens"] > 0 for row in figures)
-
-
 # --- stop and go on ---
 
 

@@ -20,9 +20,17 @@ KNOBS: dict[str, dict[str, Any]] = {
     "discount": {"objective": {"gamma": 0.9}},
     "gae-discount": {"objective": {"preset": "ppo", "gamma": 0.9, "gae_lambda": 0.8}},
     "monte-carlo": {"objective": {"preset": "ppo", "gamma": 0.9}, "critic": {"target": "monte_carlo"}},
-    "shaping": {"objective": {"reward_scale": 3.0, "reward_bias": -1.0, "baseline": "none"}},
+    "m2po-and-clip": {"objective": {"behaviour_filter": "m2po", "m2po_threshold": 0.01}},
+    "geometric": {"objective": {"behaviour_filter": "geometric", "geometric_low": 0.95, "geometric_high": 1.1}},
+    "dual-clip": {"objective": {"clip_low": None, "clip_high": None, "clip_dual": 1.01}},
+    "shaping": {"objective": {"reward_scale": 3.0, "reward_bias": -1.0, "reward_clip": 1.5, "baseline": "none"}},
+    "varied-groups": {"objective": {"sample_filter": "varied_groups", "aggregation": "sequence_mean"}},
+    "weight-decay": {"objective": {"preset": "ppo"}, "trainer": {"weight_decay": 5.0}},
+    "value-clip": {"objective": {"preset": "ppo"}, "critic": {"value_clip": 0.01}},
 }
-NAMES = ["areal", "grpo", "rloo", "ppo", "reinforce", *KNOBS]
+NAMES = ["areal", "grpo", "rloo", "reinforce", "reinforce_pp", "ppo", *KNOBS]
+"""Of the presets one of each baseline and scale; the losses of all are in test_presets.py, weights and KL terms in
+test_enumerable_knobs.py."""
 
 
 def with_turns(row: Row, *, scored: bool) -> Row:
@@ -72,9 +80,13 @@ def test_a_step_equals_a_second_implementation(
 ) -> None:
     """Same losses, policy and critic where an environment's replies lie between the model's tokens.
 
-    The token-by-token trainer walks over the model's tokens alone, and adds each reward where it was earned. Seen
-    failing with the replies as time steps of the discount, with their KL charged, and with the steps' rewards left at
-    the end of the sample.
+    The token-by-token trainer walks over the model's tokens alone, and adds each reward where it was earned. Some rows
+    are stale, some unscored, some without turns. A critic says 0 in its first step, so it gets a second one.
+
+    Seen failing with the replies as time steps of the discount, with their KL charged, with the steps' rewards left at
+    the end of the sample, with advantages as the critic's targets, with the proximal pass left to the updates where the
+    plan needs it, with the sample filter passed over, with weight decay of norms and of the critic's bias, without the
+    dual clip, and with m2po's choice of the first update, or from the proximal policy, for the second.
     """
     config = config_of(KNOBS.get(name, {"objective": {"preset": name}}), reference_folder)
     trainer, plain = make_trainer(model_folder, config), PlainTrainer(config, model_folder, version=5)

@@ -10,9 +10,7 @@ import pytest
 from http_server import answering
 from places import FIXTURES
 
-from areal_lite.config.recipe import parse_config
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.record.paths import EVALUATED, with_absolute_paths
 from areal_lite.verify.adapters import openrlhf, reasoning_gym, trl, verl
 from areal_lite.verify.result import VerifyResult
 
@@ -133,29 +131,6 @@ def test_a_remote_reward_model_is_asked_as_openrlhf_asks() -> None:
         openrlhf(url="http://127.0.0.1:9")(["p"], ["7"], ["7"], [{}])
     with pytest.raises(ValueError, match="needs a function or a url, got None and None: give one"):
         openrlhf()
-
-
-def test_functions_of_sums_and_arguments_are_taken_from_the_present_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Actors work in other folders. Seen failing with only `verifier.function` made absolute.
-
-    A judge's model is a name at its server, though there be a folder of that name.
-    """
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "served").mkdir()
-    named = {
-        "right": {"function": "trl", "arguments": {"function": "rewards.py:right", "scale": 2}},
-        "mine": {"function": "mine.py:verify", "arguments": {"model": "served"}},
-        "judged": {"function": "judge", "arguments": {"model": "served"}},
-    }
-    recipe = {"verifier": {"function": {"right": 1.0, "brief.py:verify": 0.5, "exact": 2.0}, "named": named}}
-    verifier = with_absolute_paths(parse_config(recipe), EVALUATED).verifier
-    assert verifier.function == {"right": 1.0, f"{tmp_path}/brief.py:verify": 0.5, "exact": 2.0}
-    assert verifier.named["right"].arguments == {"function": f"{tmp_path}/rewards.py:right", "scale": 2}
-    assert verifier.named["mine"].function == f"{tmp_path}/mine.py:verify"
-    assert verifier.named["mine"].arguments == {"model": f"{tmp_path}/served"}
-    assert verifier.named["judged"].arguments == {"model": "served"}
 
 
 def gym_row(family: str, index: int) -> dict[str, Any]:

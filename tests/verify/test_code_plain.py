@@ -23,10 +23,7 @@ def attack(name: str, *, token: str = "", expected: str = "contained") -> Any:
 @pytest.mark.parametrize(
     ("name", "statuses"),
     [
-        ("huge output", {"output"}),
-        ("sleep", {"timeout"}),
         ("ignores signals", {"timeout"}),
-        ("memory hog", {"memory"}),
         ("memory hogs", {"memory"}),
     ],
 )

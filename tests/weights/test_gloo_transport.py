@@ -280,18 +280,6 @@ def test_the_sender_tells_the_engines_reason_not_its_own_timeout() -> None:
         make_sender(client, longer, timeout_s=SHORT_S).send_weights()
 
 
-def test_a_set_that_does_not_cover_the_model_is_refused_by_name() -> None:
-    """vLLM itself accepts it silently. Seen failing without the comparison with the model's names."""
-    engine, tensors = TinyModel(seed=2), weights_of(TinyModel(seed=1))
-    del tensors["linear.bias"]
-    client = LocalClient(make_engine(engine))
-    with pytest.raises(HandoverError, match=r"got none for 1: linear\.bias\. Fix: "):
-        make_sender(client, FakeSource(tensors)).send_weights()
-    whole = TinyModel(seed=1)
-    make_sender(client, ModuleSource(whole)).send_weights()
-    assert same(weights_of(engine), weights_of(whole))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [gloo._BUCKET_BYTES, 7])
 def test_a_trainer_that_ends_in_a_transfer_leaves_the_old_weights(

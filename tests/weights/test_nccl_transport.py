@@ -224,15 +224,6 @@ def at_broadcast(monkeypatch: pytest.MonkeyPatch, number: int, *, rank: int, do:
     monkeypatch.setattr(nccl_stand_in, "before_broadcast", hook)
 
 
-def test_all_engines_get_the_weights_again_and_again(make_run: Callable[..., Run]) -> None:
-    run = make_run("abc")
-    for _ in range(3):
-        run.hand_over()
-        assert all(map(run.has_the_weights, "abc"))
-    assert run.lost == {}
-    assert run.engines["a"].calls.count("init_weight_transfer_engine") == 1
-
-
 @pytest.mark.parametrize("number", [5, 7])
 def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, number: int
