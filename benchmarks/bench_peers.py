@@ -68,7 +68,7 @@ def main(
         )
     measuring.check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
     steps = steps or min(config.run.steps, _MOST_STEPS)
-    runs = _Runs(recipe, changes, config, out=out.resolve())
+    runs = Runs(recipe, changes, config, out=out.resolve())
     chosen = {side: runs.fastest(side, steps=max(2, speed_steps(side, steps) // 2)) for side in SIDES}
     numbers = {side: itertools.count() for side in SIDES}
 
@@ -116,7 +116,7 @@ def drawn_lengths(config: Config, prompts: Sequence[Prompt]) -> list[int]:
     return [draw_length(seed, longest=config.rollout.max_new_tokens, **arguments) for seed in seeds]
 
 
-class _Runs:
+class Runs:
     """Runs either side with its settings."""
 
     def __init__(self, recipe: str, changes: dict[str, Any], config: Config, *, out: Path) -> None:
@@ -150,7 +150,7 @@ class _Runs:
         changes = our_settings(side, threads, steps=steps, seed=seed)
         config = planned_config(self._recipe, "run", [self._changes, changes])
         if side != "trl":
-            return self._run_ours(config, folder)
+            return self.run_ours(config, folder)
         cursor = make_cursor(config, load_sources(config, self._tokenizer, "train"))
         prompts = [cursor.next() for _ in range(steps * config.queue.groups_per_step)]
         settings = {
@@ -168,7 +168,7 @@ class _Runs:
         """Count those of the initial policy."""
         return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(self._model).parameters())
 
-    def _run_ours(self, config: Config, folder: Path) -> Learning:
+    def run_ours(self, config: Config, folder: Path) -> Learning:
         """Train as `areal-lite train` does."""
         shutil.rmtree(folder, ignore_errors=True)
         with training() as train:

@@ -17,6 +17,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threads that tests abandon warn of their stores minutes later
 gc.set_threshold(10_000)  # torch, transformers and vLLM are imported in less time
 
 

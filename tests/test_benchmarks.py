@@ -151,7 +151,7 @@ def test_trl_and_ours_are_compared_by_the_same_steps(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(bench_peers, "ensure_trl", lambda cache, say: tmp_path)
     monkeypatch.setattr(bench_peers, "run_trl", theirs)
-    monkeypatch.setattr(bench_peers._Runs, "_run_ours", ours)
+    monkeypatch.setattr(bench_peers.Runs, "run_ours", ours)
     monkeypatch.chdir(tmp_path)
     bench_peers.main(SMALL, repeats=2, steps=20, out=tmp_path)
     assert {each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] for each in grpo} == {128}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from ledger_builders import make_sample
 
 from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, StopReason, VersionSpan
@@ -126,14 +127,7 @@ def shards(draw: st.DrawFn) -> Shard:
     )
 
 
-def make_sample(**changes: Any) -> Sample:
-    fields: dict[str, Any] = {
-        "token_ids": np.array([5, 6, 7], np.int32),
-        "logprobs": np.array([-0.5, -0.25, -2.0], np.float32),
-        "spans": (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3)),
-        "stop_reason": StopReason.STOP,
-    }
-    return Sample(**fields | changes)
+SAMPLE_OF_THREE = make_sample(versions=(3, 3, 4))
 
 
 @given(plain)
@@ -287,15 +281,10 @@ def test_malformed_messages(data: bytes, kind: Any, complaint: str) -> None:
 
 
 def test_every_truncation_is_refused() -> None:
-    data = encode([make_sample(), {"a": 1}])
+    data = encode([SAMPLE_OF_THREE, {"a": 1}])
     for length in range(len(data)):
         with pytest.raises(WireError):
             decode(data[:length])
-
-
-MESSAGE = encode(
-    [Group(group_id="p#0", prompt=Prompt(prompt_id="p", text="", token_ids=(1,), answer=""), samples=(make_sample(),))]
-)
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: bytes([0x92, SCHEMA_VERSION]) + tail))
@@ -332,17 +321,17 @@ def refuse_or_read(data: bytes) -> None:
 
 def test_a_part_is_read_once_its_type_is_known() -> None:
     """Seen failing with `Raw` converted as if it were a plain value."""
-    parts = decode(encode({"op": "take", "samples": [make_sample()]}), dict[str, Raw])
+    parts = decode(encode({"op": "take", "samples": [SAMPLE_OF_THREE]}), dict[str, Raw])
     assert as_type(parts["op"], str) == "take"
-    assert same((make_sample(),), as_type(parts["samples"], tuple[Sample, ...]))
+    assert same((SAMPLE_OF_THREE,), as_type(parts["samples"], tuple[Sample, ...]))
     with pytest.raises(WireError, match="Expected `int`, got `str`"):
         as_type(parts["op"], int)
 
 
 def test_plain_values_become_what_they_were() -> None:
-    plain = decode(encode([make_sample()]))
-    assert same((make_sample(),), as_type(plain, tuple[Sample, ...]))
-    sample = make_sample()
+    plain = decode(encode([SAMPLE_OF_THREE]))
+    assert same((SAMPLE_OF_THREE,), as_type(plain, tuple[Sample, ...]))
+    sample = SAMPLE_OF_THREE
     assert as_type([sample], list[Sample])[0] is sample
     assert as_type("stop", StopReason) is StopReason.STOP
     with pytest.raises(WireError, match=r"Expected `int`, got `str` - at `\$\[1\]`"):

@@ -50,7 +50,7 @@ def replay_routes(model: nn.Module) -> None:
         return result
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
-    for layer, router in _routers(model):
+    for layer, router in routers_of(model):
         router.forward = partial(route, choose=router.forward, layer=layer, num_experts=router.num_experts)
 
 
@@ -72,7 +72,7 @@ class _RecordedTopk(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, experts_NK), experts_NK))
 
 
-def _routers(model: nn.Module) -> list[tuple[int, Any]]:
+def routers_of(model: nn.Module) -> list[tuple[int, Any]]:
     """Return the routers whose logits transformers can record, each with the number of its decoder layer."""
     known = [(getattr(part, "_can_record_outputs", None) or {}).get("router_logits") for part in model.modules()]
     kinds = tuple({one.target_class for one in known if isinstance(one, OutputRecorder)})
@@ -96,7 +96,7 @@ def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
     if not isinstance(config, Config) or not config.rollout.replay_routes:
         return
     model = empty_model(folder)
-    if not _routers(model):
+    if not routers_of(model):
         raise ConfigError(
             "rollout.replay_routes needs a mixture of experts with routers that transformers can record, such as "
             f"Qwen3-MoE, got {type(model).__name__}. Fix: set it to false"

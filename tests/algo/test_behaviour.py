@@ -107,22 +107,6 @@ def test_huge_and_missing_weights(level: str, logprob: float, above: str, expect
     assert np.isfinite(weights).all()
 
 
-def test_weights_are_detached_and_keep_the_dtype() -> None:
-    """Seen failing with no_grad removed."""
-    leaf = torch.zeros(2, requires_grad=True)
-    arguments: Any = {
-        "behaviour_logprobs_T": leaf,
-        "loss_mask_T": torch.ones(2, dtype=torch.bool),
-        "rows_T": torch.zeros(2, dtype=torch.int64),
-        "num_rows": 1,
-        "cap": 5.0,
-    }
-    for level in ("token", "sequence", "geometric_mean", "none"):
-        weights, _ = behaviour_weights(leaf, level=level, above="mask", **arguments)
-        assert weights.dtype == torch.float32
-        assert not weights.requires_grad
-
-
 def keep_of(log_ratios: np.ndarray, advantages: np.ndarray, mask: np.ndarray, threshold: float) -> np.ndarray:
     return m2po_keep(
         tensor(log_ratios), advantages_T=tensor(advantages), loss_mask_T=tensor(mask), threshold=threshold

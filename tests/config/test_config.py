@@ -236,6 +236,28 @@ COMBINATIONS = [
     ),
     ({"trainer": {"ranks": 2, "mesh": {"tensor": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.tensor=2", "leave"]),
     ({"trainer": {"ranks": 2, "mesh": {"expert": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.expert=2", "leave"]),
+    ({"verifier": {"function": "last_numer"}}, ["verifier.function: ", "did you mean last_number"]),
+    ({"verifier": {"eval_function": "last_numer"}}, ["verifier.eval_function: ", "did you mean last_number"]),
+    ({"verifier": {"function": {"exact": 1, "formt": 0.2}}}, ["did you mean format"]),
+    ({"verifier": {"named": {"mine": {"function": "mth"}}}}, ["verifier.named.mine.function: ", "did you mean math"]),
+    ({"verifier": {"named": {"a:b": {"function": "math"}}}}, ["a name in verifier.named must match pattern", "'a:b'"]),
+    ({"verifier": {"function": {"exact": 1, "math": 1}, "arguments": {"x": 1}}}, ["not read with verifier.function="]),
+    ({"verifier": {"function": {}}}, ["must name a verifier"]),
+    (
+        {"verifier": {"function": "m", "arguments": {"x": 1}, "named": {"m": {"function": "math"}}}},
+        ["is not read with verifier.function=m"],
+    ),
+    ({"rollout": {"workflow": "multi_turns"}}, ["rollout.workflow: ", "did you mean multi_turn?"]),
+    ({"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}}, ["a name in rollout.workflows must match"]),
+    ({"rollout": {"workflow_arguments": {"a": 1}}}, ["rollout.workflow_arguments={'a': 1} is not read with"]),
+    (
+        {"rollout": {"workflow": "guess_number", "workflow_command": "true"}},
+        ["rollout.workflow=guess_number is not read with rollout.workflow_command"],
+    ),
+    (
+        {"rollout": {"workflow": "guess_number", "turn_timeout_s": 200.0}},
+        ["rollout.turn_timeout_s must be less than run.stall_timeout_s, got 200 and 120"],
+    ),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
     ({**IPC, "rollout": {"tensor_parallel": 2}}, ["shares the one GPU of a rank, got rollout.tensor_parallel=2"]),
@@ -252,15 +274,6 @@ def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, A
 
 
 # --- overrides ---
-
-
-def test_overrides_replace_the_recipes_values() -> None:
-    config = load_config(
-        "arith_cpu", ["run.steps=3", "data.arith.seed=7", "run.dir=null", "model.path=/a/b=c", "trainer.lr=3e-4"]
-    )
-    assert (config.run.steps, config.data.arith.seed, config.run.dir) == (3, 7, None)
-    assert config.model.path == "/a/b=c"
-    assert config.trainer.lr == 3e-4
 
 
 @pytest.mark.parametrize(

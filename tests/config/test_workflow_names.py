@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from episode_builders import Speaker, load, make_prompt, play, run
 
-from areal_lite.config.recipe import parse_config
-from areal_lite.errors import ConfigError, EpisodeError, PluginError
+from areal_lite.errors import EpisodeError, PluginError
 from areal_lite.rollout.runner import complete_greedily
 
 HERE = "test_workflow_names"
@@ -72,30 +71,6 @@ def test_a_workflow_that_cannot_run_fails_the_start(rollout: dict[str, Any], mes
     """Also one that only rows may choose, and an environment that is only needed in its second turn."""
     with pytest.raises(PluginError, match=message):
         load(**rollout)
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ({"rollout": {"workflow": "multi_turns"}}, r"rollout.workflow: .*did you mean multi_turn\?"),
-        (
-            {"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}},
-            r"a name in rollout.workflows must match .*'a:b': rename it",
-        ),
-        ({"rollout": {"workflow_arguments": {"a": 1}}}, r"rollout.workflow_arguments=\{'a': 1\} is not read with"),
-        (
-            {"rollout": {"workflow": "guess_number", "workflow_command": "true"}},
-            r"rollout.workflow=guess_number is not read with rollout.workflow_command",
-        ),
-        (
-            {"rollout": {"workflow": "guess_number", "turn_timeout_s": 200.0}},
-            r"rollout.turn_timeout_s must be less than run.stall_timeout_s, got 200 and 120",
-        ),
-    ],
-)
-def test_recipes_that_make_no_sense_are_told_so(raw: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(raw)
 
 
 # --- evaluation ---

@@ -137,28 +137,6 @@ def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
 # --- datasets folders ---
 
 
-@pytest.mark.parametrize("form", ["saved", "splits", "files"])
-def test_a_datasets_folder(form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Written by `save_to_disk`, with splits or without, or data files as the hub has them."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    rows = [{"prompt": f"q{index}", "completion": "a"} for index in range(4)]
-    made, folder = datasets.Dataset.from_list(rows), tmp_path / "data"
-    if form == "saved":
-        made.save_to_disk(str(folder))
-    elif form == "splits":
-        datasets.DatasetDict({"train": made, "test": datasets.Dataset.from_list(rows[:1])}).save_to_disk(str(folder))
-    else:
-        folder.mkdir()
-        made.to_parquet(str(folder / "train.parquet"))
-    data = load(tokenizer, source="dataset", path=str(folder), eval_fraction=0.5)
-    if form == "splits":
-        assert (len(data.train), len(data.held_out)) == (4, 1)
-    else:
-        assert (len(data.train), len(data.held_out)) == (2, 2)
-
-
 def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Its only split is the one, whatever its name. Seen failing with it looked for under the name train."""
     import datasets

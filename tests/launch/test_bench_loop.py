@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from loop_builders import loop_config
-from test_faults import saved_step, steps, typed
-from test_loop import PARITY
+from test_faults import steps, typed
+from test_loop import PARITY, saved_step
 from user_run import UserRun, adopting_orphans
 
 pytestmark = pytest.mark.loop
@@ -54,7 +54,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     assert "Traceback" not in run.output
     assert "run broken failed: " in run.output
     assert "nowhere.jsonl" in run.output
-    assert 3 <= saved_step(run) == len(steps(run)) < BENCH_STEPS
+    assert 3 <= saved_step(run.folder) == len(steps(run)) < BENCH_STEPS
     command = re.findall(r"^\s*(areal-lite bench .*)$", run.output, flags=re.MULTILINE)[-1]
 
     with typed(command, folder=out / "long") as again:

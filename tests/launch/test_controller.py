@@ -27,7 +27,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return lambda **run: OnlineRun(tmp_path, monkeypatch, **run)
 
 
-def summary(run: OnlineRun) -> dict[str, Any]:
+def summary(run: Any) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
     return content
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from loop_builders import loop_config
 from places import SUPPORT
-from test_loop import conserved, trained_groups
+from test_loop import conserved, saved_step, trained_groups
 from train_builders import save_tiny_model
 from user_run import UserRun, adopting_orphans, alive
 
@@ -69,10 +69,6 @@ def steps(run: UserRun) -> list[int]:
     return [row["step"] for row in run.folder.read("metrics.jsonl")]
 
 
-def saved_step(run: UserRun) -> int:
-    return int(run.folder.newest_checkpoint().name.removeprefix("step-"))
-
-
 def lost(run: UserRun) -> dict[str, dict[str, Any]]:
     return {event["worker"]: event for event in run.folder.read("events.jsonl") if event["kind"] == "lost"}
 
@@ -115,7 +111,7 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     assert interrupted.leftovers == []
     stopped_at = len(steps(interrupted))
     assert 3 <= stopped_at < TOTAL
-    assert saved_step(interrupted) == stopped_at
+    assert saved_step(interrupted.folder) == stopped_at
     assert (summary(interrupted)["status"], summary(interrupted)["stopped_by"]) == ("interrupted", "Ctrl-C")
     check_books(interrupted, total=stopped_at)
     assert re.search(
@@ -177,7 +173,7 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []
-        assert saved_step(run) == len(steps(run))
+        assert saved_step(run.folder) == len(steps(run))
         assert lost(run).keys() == {"rollout/0", "rollout/1", "verifier/0"}
         assert all(f"{name} died" in run.output for name in lost(run))
         rows = run.folder.read("metrics.jsonl")
@@ -223,7 +219,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "RankDied: trainer/1 died" in run.output
         assert "logs/trainer-1.log" in run.output
         assert f"areal-lite resume {run.folder.path}" in run.output
-        assert saved_step(run) >= 1
+        assert saved_step(run.folder) >= 1
         assert not damage(run.folder.newest_checkpoint())
         assert summary(run)["status"].startswith("failed: RankDied: trainer/1 died")
         assert "Traceback" not in run.output
@@ -250,7 +246,7 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         assert "HandoverError: no rollout worker is left; the last one, rollout/0" in run.output
         assert summary(run)["status"].startswith("failed: HandoverError")
         before = len(steps(run))
-        assert saved_step(run) == before
+        assert saved_step(run.folder) == before
         assert f"areal-lite resume {run.folder.path}" in run.output
     command = f"areal-lite resume {run.folder.path} run.max_worker_restarts=1"
     with typed(command, folder=run.folder.path) as resumed:
@@ -259,7 +255,7 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         resumed.wait_until(lambda: "back at step" in resumed.output, "a new beginning")
         assert re.search(r"late: rollout/0 \(rollout\) holds \d+ leases, the oldest for \d+ s", resumed.output)
         stopped_at = len(steps(resumed))
-        assert saved_step(resumed) == stopped_at > before, "nothing is lost"
+        assert saved_step(resumed.folder) == stopped_at > before, "nothing is lost"
         resumed.wait_for_steps(stopped_at + 2)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             for pid in resumed.processes():
@@ -272,5 +268,5 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         )  # the one seen first
         assert "Traceback" not in resumed.output
         assert summary(resumed)["status"] == "interrupted"
-        assert saved_step(resumed) == len(steps(resumed))
+        assert saved_step(resumed.folder) == len(steps(resumed))
         check_books(resumed, total=len(steps(resumed)))

@@ -30,6 +30,10 @@ def trained_groups(folder: RunFolder) -> list[str]:
     return [row["group"] for row in folder.read("samples.jsonl")]
 
 
+def saved_step(folder: RunFolder) -> int:
+    return int(folder.newest_checkpoint().name.removeprefix("step-"))
+
+
 def conserved(ledger: dict[str, int]) -> bool:
     """I2 by counts."""
     terminal = ("trained", "rejected", "failed", "stale", "abandoned", "outstanding")

@@ -1,7 +1,6 @@
 """Saves, restarts, stops and failures of a run, by the controller of an offline run with a rank that is scripted."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import pytest
 from fake_ray import Reference
 from fake_ray import failing as failing_call
 from offline_runs import OfflineRun
+from test_controller import summary
 
 from areal_lite.errors import CheckpointError, FruitlessError, HandoverError, QueueError, RankDied, StallError
 from areal_lite.launch.run import controller as controller_module
@@ -49,11 +49,6 @@ def looked_at(times: int, error: Exception | None = None) -> Callable[..., Any]:
         return left[0] <= 0
 
     return lambda *_: failing_call(failures.pop(), is_ready=is_ready) if failures else is_ready
-
-
-def summary(run: OfflineRun) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
-    return content
 
 
 def test_a_trained_step_has_its_row_even_if_its_evaluation_fails(start: Start) -> None:

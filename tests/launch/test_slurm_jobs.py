@@ -18,7 +18,7 @@ from loop_builders import loop_config
 from namespaces import NETWORK
 from places import SUPPORT
 from slurm_daemons import Slurm, make_slurm
-from test_loop import conserved, trained_groups
+from test_loop import conserved, saved_step, trained_groups
 
 from areal_lite.record.run_folder import RunFolder
 
@@ -86,10 +86,6 @@ def submitted(done: "subprocess.CompletedProcess[str]") -> str:
     found = re.search(r"is slurm (\d+);", done.stdout)
     assert found is not None, done.stdout + done.stderr
     return found[1]
-
-
-def saved_step(folder: RunFolder) -> int:
-    return int(folder.newest_checkpoint().name.removeprefix("step-"))
 
 
 def test_a_dry_run_asks_slurm(user: User) -> None:

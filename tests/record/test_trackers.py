@@ -1,9 +1,9 @@
 """Where figures are shown beside the run folder, each place through its own package, without a network."""
 
+import contextlib
 import json
 import logging
 import shutil
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -67,7 +67,6 @@ def test_tensorboard_hides_the_steps_that_a_resume_does_again(tmp_path: Path) ->
     """Seen failing without the entry that a new start begins at its step."""
     (tmp_path / "config.json").touch()
     for next_step, value in ((1, 0.0), (3, 1.1)):
-        time.sleep(value)  # its files are read by the second in their names
         (board,) = open_trackers(["tensorboard"], tmp_path, next_step=next_step)
         for step in range(next_step, 5):
             board.show({"step": step}, {"a/b": value})
@@ -162,9 +161,11 @@ def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.Monke
 # --- the page for Prometheus, read as Prometheus reads it ---
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def page_at_a_free_port() -> tuple[PrometheusPage, int]:
+    for port in range(23000, 24000):
+        with contextlib.suppress(ConfigError):
+            return PrometheusPage(METRICS, address="127.0.0.1", port=port), port
+    raise AssertionError("no port is free")
 
 
 def read(port: int) -> dict[tuple[str, str], float]:
@@ -175,8 +176,7 @@ def read(port: int) -> dict[tuple[str, str], float]:
 
 def test_the_page_shows_the_last_row_and_keeps_what_a_step_does_not_have() -> None:
     """Seen failing with zero for a figure that a row lacks."""
-    port = free_port()
-    page = PrometheusPage(METRICS, address="127.0.0.1", port=port)
+    page, port = page_at_a_free_port()
     try:
         page.show({"step": 1, "reward_mean": 0.5, "eval_reward": 0.25, "eval_by_source": {"a": 0.1, "b": 0.4}}, {})
         page.show({"step": 2, "reward_mean": 0.75, "eval_reward": None}, {})

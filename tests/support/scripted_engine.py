@@ -79,6 +79,9 @@ class ScriptedEngine:
         """Note the call."""
         self.calls.append(method)
 
+    def raise_if_dead(self) -> None:
+        """Do nothing: it never dies."""
+
     async def close(self) -> None:
         """Note the call."""
         self.calls.append("close")

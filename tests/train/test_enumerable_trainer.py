@@ -120,12 +120,6 @@ def test_ppo_with_a_critic_climbs_the_regularised_return(monkeypatch: pytest.Mon
     assert_equal(step_XV, regularised_gradient(0.05))
 
 
-def test_group_mean_with_kl_in_the_reward_halves_the_regularised_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline holds the whole return of the sample itself, KL included: factor 1 - 1/2 on every token."""
-    config = recipe(preset="rloo", baseline="group_mean")
-    assert_equal(trainer_step(config, monkeypatch, reference_XV=REFERENCE_XV), regularised_gradient(0.05) / 2)
-
-
 def test_distilling_climbs_minus_the_divergence_from_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     """On-policy, tokens added up: -KL(pi || teacher) at each prefix, weighted with how often pi visits it.
 

@@ -32,7 +32,7 @@ from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.train.micro_batch import TokenRows, micro_batch
 from areal_lite.train.model import completion_outputs
-from areal_lite.train.routes import _routers, check_layers, replay_routes
+from areal_lite.train.routes import check_layers, replay_routes, routers_of
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Sample, Score, Shard
 
@@ -58,7 +58,7 @@ def make_model() -> Any:
 def record(model: nn.Module) -> list[np.ndarray]:
     """Run every sequence alone; return the experts of its tokens but the last, as an engine does."""
     seen: list[Tensor] = []
-    hooks = [router.register_forward_hook(lambda *call: seen.append(call[2][2])) for _, router in _routers(model)]
+    hooks = [router.register_forward_hook(lambda *call: seen.append(call[2][2])) for _, router in routers_of(model)]
     routes = []
     for prompt, output in SEQUENCES:
         seen.clear()
@@ -167,7 +167,7 @@ def test_routers_of_other_families_take_recorded_experts(family: str) -> None:
     settings = GROUPED | {"num_experts_per_tok": 2} | SIBLINGS[family]
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings))
     sharpen(model, seed=0)
-    routers, chosen = _routers(model), list[Tensor]()
+    routers, chosen = routers_of(model), list[Tensor]()
     layers = [layer for layer, _ in routers]
     assert layers == ([1] if "first_k_dense_replace" in settings else [0, 1])
     for _, router in routers:
@@ -352,7 +352,7 @@ def test_a_model_without_routers_is_refused(tmp_path: Path, moe_folder: str) -> 
 
 def test_a_router_without_topk_is_refused() -> None:
     model = make_model()
-    for _, router in _routers(model):
+    for _, router in routers_of(model):
         router.forward = lambda hidden: (None, torch.full((len(hidden), 2), 0.5), torch.zeros(len(hidden), 2).long())
     replay_routes(model)
     with pytest.raises(TrainerError, match=r"takes its experts by torch\.topk, got another"):

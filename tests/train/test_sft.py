@@ -62,9 +62,3 @@ def test_every_epoch_uses_every_example_once(model: nn.Module, monkeypatch: pyte
     loop(model, steps=6, batch_size=2).run()
     assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]
-
-
-@pytest.mark.parametrize(("batch_size", "ranks"), [(7, 1), (1, 2)])
-def test_an_impossible_batch_size_is_refused(model: nn.Module, batch_size: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"(got |batch_size=){batch_size}"):
-        loop(model, batch_size=batch_size, ranks=ranks)

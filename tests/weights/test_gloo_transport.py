@@ -87,6 +87,16 @@ class LocalClient:
                 call.result()
 
 
+class Quantization(QuantizeMethodBase):
+    """A quantization: of a layer that is whole, vLLM has it work on all parameters."""
+
+    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
+        raise AssertionError
+
+    def apply(self, layer: nn.Module, *arguments: Any, **options: Any) -> torch.Tensor:
+        raise AssertionError
+
+
 class FakeSource(WeightSource):
     """Tensors by name."""
 
@@ -164,13 +174,7 @@ def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch
 def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form() -> None:
     """As vLLM's CPU layers do, which pack them after loading. Seen failing without `initialize_layerwise_reload`."""
 
-    class Transposing(QuantizeMethodBase):
-        def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
-            raise AssertionError
-
-        def apply(self, layer: nn.Module, *arguments: Any, **options: Any) -> torch.Tensor:
-            raise AssertionError
-
+    class Transposing(Quantization):
         def process_weights_after_loading(self, layer: nn.Module) -> None:
             layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
 
@@ -302,18 +306,15 @@ def test_a_trainer_that_ends_in_a_transfer_leaves_the_old_weights(
     assert same(weights_of(engine), weights_of(trainer))
 
 
-def test_an_update_needs_a_pair_and_a_transfer() -> None:
-    """Seen failing with an empty update taken for a finished one."""
+def test_an_update_needs_a_pair() -> None:
     receiver = make_engine(TinyModel(seed=2))
     with pytest.raises(HandoverError, match="call init_transfer_engine first"):
         receiver.update_weights(info_of(receiver.model))
-    receiver.start_weight_update()
-    with pytest.raises(HandoverError, match="no parameters were received"):
-        receiver.finish_weight_update()
 
 
 def test_a_new_update_forgets_what_an_old_one_left() -> None:
-    """A transfer that was never closed must not be loaded later. Seen failing with `_staged` kept."""
+    """A transfer that was never closed must not be loaded later. Seen failing with `_staged` kept, and with an empty
+    update taken for a finished one."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     before, receiver = weights_of(engine), make_engine(engine)
 

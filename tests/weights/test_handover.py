@@ -268,21 +268,34 @@ def test_the_call_that_a_lost_engine_left_unanswered_is_not_its_successors(monke
 # --- the engine's side of it ---
 
 
-def make_actor(monkeypatch: pytest.MonkeyPatch, *, transport: str) -> tuple[RolloutActor, ScriptedEngine]:
-    """A rollout actor without a process of its own."""
+def make_actor(monkeypatch: pytest.MonkeyPatch, *, transport: str) -> tuple[RolloutActor, ScriptedEngine, list[str]]:
+    """A rollout actor without a process of its own, and what became of its workers and clients of the queue."""
+    engine, log = ScriptedEngine(), list[str]()
+
+    async def start(*_: Any, **__: Any) -> ScriptedEngine:
+        return engine
+
+    async def stop() -> None:
+        log.append("worker")
+
+    def client(access: QueueAccess, **_: Any) -> Any:
+        log.append(access.endpoint)
+        return SimpleNamespace(close=lambda: log.append("client"))
+
     monkeypatch.setattr(rollout_module, "log_to_file", lambda *_, **__: None)
+    monkeypatch.setattr(rollout_module.VllmEngine, "start", start)
+    monkeypatch.setattr(rollout_module, "AsyncQueueClient", client)
+    monkeypatch.setattr(rollout_module, "RolloutWorker", lambda *_, **__: SimpleNamespace(stop=stop, gauges=dict))
     device = "cpu" if transport == "gloo" else "cuda"
     config = parse_config({"run": {"device": device}, "weights": {"transport": transport}})
-    actor, engine = (
-        RolloutActor(config, name="rollout/0", model_folder="", access=QueueAccess(""), log_folder=""),
-        ScriptedEngine(),
-    )
-    vars(actor)["_engine"] = engine
-    return actor, engine
+    actor = RolloutActor(config, name="rollout/0", model_folder="", access=QueueAccess("first"), log_folder="")
+    asyncio.run(actor.start())
+    return actor, engine, log
 
 
-def kinds_of(actor: RolloutActor) -> list[str]:
-    return [event["kind"] for event in actor._events.drain()]
+async def kinds_of(actor: RolloutActor) -> list[str]:
+    events, _ = await actor.collect()
+    return [event["kind"] for event in events]
 
 
 OPENED = ["update_open", "pause", "paused", "update_received", "update_loaded", "stamped", "resumed"]
@@ -314,12 +327,12 @@ def test_an_engine_loads_in_the_pause(
     Seen failing with an update opened at every call, with the stamp before the load, and with `update_received` never
     reported: the transfer would count as loading.
     """
-    actor, engine = make_actor(monkeypatch, transport=transport)
+    actor, engine, _ = make_actor(monkeypatch, transport=transport)
 
     async def hand_over() -> None:
         if transport == "nccl":
             await actor.pause("drain")
-            assert kinds_of(actor) == ["drain", "paused"]
+            assert await kinds_of(actor) == ["drain", "paused"]
             del engine.calls[:]
         await actor.start_weight_update()
         for method, *arguments in requests:
@@ -328,12 +341,12 @@ def test_an_engine_loads_in_the_pause(
 
     asyncio.run(hand_over())
     assert engine.calls == ["start_weight_update", *calls, "resume"]
-    assert kinds_of(actor) == kinds
+    assert asyncio.run(kinds_of(actor)) == kinds
 
 
 def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes behind the first step. Seen hanging with the answer awaited, and failing with it never looked at."""
-    actor, engine = make_actor(monkeypatch, transport="gloo")
+    actor, engine, _ = make_actor(monkeypatch, transport="gloo")
 
     async def resume_and_pause() -> None:
         answer = asyncio.Event()
@@ -357,14 +370,7 @@ def test_an_update_whose_trainer_died_is_closed_before_the_next_trainer_comes(
     monkeypatch: pytest.MonkeyPatch, transport: str, is_open: bool
 ) -> None:
     """vLLM refuses to open a second one. Seen failing with an engine that only forgets its queue."""
-    actor, engine = make_actor(monkeypatch, transport=transport)
-    ended: list[str] = []
-
-    async def stop() -> None:
-        ended.append("worker")
-
-    client = SimpleNamespace(close=lambda: ended.append("client"))
-    vars(actor).update(_worker=SimpleNamespace(stop=stop), _client=client, _make_worker=lambda _: None)
+    actor, engine, log = make_actor(monkeypatch, transport=transport)
 
     async def move() -> None:
         await actor.start_weight_update()
@@ -377,5 +383,4 @@ def test_an_update_whose_trainer_died_is_closed_before_the_next_trainer_comes(
     asyncio.run(move())
     closing = ["finish_weight_update"] if transport == "nccl" else ["update_weights", "finish_weight_update"]
     assert engine.calls == ["reset", *(closing if is_open else [])]
-    assert ended == ["worker", "client"]
-    assert actor._access.endpoint == "tcp://another"
+    assert log == ["first", "worker", "client", "tcp://another"]

@@ -18,11 +18,10 @@ import pytest
 import ray
 import torch
 from nccl_stand_in import stand_in
-from test_gloo_transport import HOST, PORTS, TinyModel, same, weights_of
+from test_gloo_transport import HOST, PORTS, Quantization, TinyModel, same, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.distributed.weight_transfer import ipc_engine
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from areal_lite.actors import calls as calls_module
@@ -120,14 +119,8 @@ class Engine:
         return None
 
 
-class Doubling(QuantizeMethodBase):
-    """Stands for a quantization: of a layer that is whole, vLLM has it work on all parameters."""
-
-    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def apply(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError
+class Doubling(Quantization):
+    """Works on all parameters of a layer that is whole."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         for parameter in layer.parameters():
