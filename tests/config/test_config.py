@@ -320,7 +320,6 @@ def test_an_empty_name_is_none(raw: dict[str, Any]) -> None:
         ("run.steps", "an override is section.field=value, got 'run.steps'"),
         ("run.steps.x=3", "'run.steps.x=3' reaches into 'steps', which is a value"),
         ("run.steps=[", "the value of run.steps must be YAML, got '[': write it as 'run.steps=\"...\"'"),
-        ("trainer.lora.rnk=3", "unknown key trainer.lora.rnk; did you mean trainer.lora.rank?"),
     ],
 )
 def test_a_wrong_override_is_named(word: str, message: str) -> None:

@@ -50,7 +50,6 @@ def test_the_wrong_command_names_the_right_one(
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"trainer": {"batchsize": 3}}, "did you mean trainer.batch_size"),
         ({"trainer": {"batch_size": 1, "ranks": 2}}, "every trainer rank needs a row"),
         ({"preference": {"beta": 1.0}}, "preference is not read with command=sft: remove it"),
         ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),

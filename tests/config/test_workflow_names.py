@@ -61,7 +61,6 @@ def test_a_row_chooses_among_known_workflows_and_those_of_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"workflow": f"{HERE}:missing"}, r"must have a function 'missing'"),
         ({"workflow": f"{HERE}:larger"}, r"a workflow must be an async function, got 'test_workflow_names:larger'"),
         ({"workflows": {"own": {"function": "no_module_at_all:f"}}}, r"'no_module_at_all:f' cannot be imported"),
         ({"workflow": "tools", "workflow_arguments": {"functions": []}}, r"functions must be a list of names"),
