@@ -179,4 +179,7 @@ def test_one_file_knows_an_internal() -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    print("\n".join(missing({name: folder for name in PACKAGES if (folder / name).is_dir()})) or "nothing is missing")
+    sites = {name: folder for name in PACKAGES if (folder / name).is_dir()}
+    if not sites:
+        sys.exit(f"expected a folder with one of {', '.join(PACKAGES)}, got {folder}. Fix: unzip the wheel into it")
+    print("\n".join(missing(sites)) or f"nothing is missing in {', '.join(sites)}")
