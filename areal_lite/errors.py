@@ -5,6 +5,7 @@
     ├── DataError(ValueError)          a data file or a row of it is wrong
     ├── WireError(ValueError)          a message cannot be read: malformed, too large, another schema version
     ├── LedgerError(RuntimeError)      a request the ledger's state does not allow
+    │   └── QueueClosed(LedgerError)       the run has ended, and with it the queue
     ├── QueueError(RuntimeError)       the sample queue's process died
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
     ├── StallError(TimeoutError)       no progress for too long; names the stuck process
@@ -43,6 +44,10 @@ class WireError(ArealLiteError, ValueError):
 
 class LedgerError(ArealLiteError, RuntimeError):
     """A request that the ledger's present state does not allow."""
+
+
+class QueueClosed(LedgerError):
+    """The run has ended, and the sample queue with it: nothing is left to ask for."""
 
 
 class QueueError(ArealLiteError, RuntimeError):

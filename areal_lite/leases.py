@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from areal_lite.errors import QueueTimeout, WireError
+from areal_lite.errors import QueueClosed, QueueTimeout, WireError
 from areal_lite.types import Lease
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LeaseWorker(ABC):
         """Return a number that grows while the worker is not stuck."""
 
     async def run(self) -> None:
-        """Work until `stop`; an exception ends it, and its leases expire."""
+        """Work until `stop`, or until the queue has closed; an exception ends it, and its leases expire."""
         self._ended.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -66,7 +66,8 @@ class LeaseWorker(ABC):
                 for task in [*loops, *(task for _, task in self._held.values())]:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            if not isinstance(group.exceptions[0], QueueClosed):
+                raise group.exceptions[0] from None
         finally:
             self._ended.set()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
-from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
+from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueClosed, QueueTimeout, WireError
 from areal_lite.sample_queue.access import QueueAccess, too_large
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, answer_type
 from areal_lite.wire import Raw, as_type, decode, encode
@@ -29,7 +29,7 @@ else:
 _SLICE_S = 0.1
 """How often a waiting call checks whether the client was closed."""
 _ERRORS: dict[str, type[ArealLiteError]] = {
-    cls.__name__: cls for cls in (DataError, LedgerError, QueueTimeout, WireError)
+    cls.__name__: cls for cls in (DataError, LedgerError, QueueClosed, QueueTimeout, WireError)
 }
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import zmq
 
-from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
+from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueClosed, WireError
 from areal_lite.sample_queue.access import ALLOWED, Gatekeeper, QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, read_fields
 from areal_lite.sample_queue.service import QueueService
@@ -155,7 +155,7 @@ class QueueServer:
             self._answer_parked()
             self._answer_overdue()
         for request in self._all_parked():
-            farewell = _error_answer(LedgerError("the sample queue has closed: the run has ended"))
+            farewell = _error_answer(QueueClosed("the sample queue has closed: the run has ended"))
             self._send(request.peer, request.request_id, farewell)
 
     def _receive_burst(self) -> None:

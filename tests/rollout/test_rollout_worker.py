@@ -9,7 +9,7 @@ from episode_builders import in_loop, run
 from scripted_engine import ScriptedEngine
 from worker_builders import FakeQueue, HeldEngine, make_lease, make_worker, running, serve_until, settle
 
-from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
+from areal_lite.errors import EngineError, LedgerError, QueueClosed, QueueTimeout, WireError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.sample_queue.access import QueueAccess
@@ -232,10 +232,18 @@ async def test_another_queue_is_asked_nothing_before_it_knows_what_is_held() -> 
 @in_loop
 async def test_a_queue_that_refuses_ends_the_worker(op: str) -> None:
     """Without heartbeats its work would be lent again forever. Seen failing with the heartbeat task not watched."""
-    client = FakeQueue([make_lease(0), make_lease(1)], **{op: LedgerError("the run has ended")})
+    client = FakeQueue([make_lease(0), make_lease(1)], **{op: LedgerError("refused")})
     worker, _ = make_worker(client, HeldEngine(held=[1]))
-    with pytest.raises(LedgerError, match="the run has ended"):
+    with pytest.raises(LedgerError, match="refused"):
         await worker.run()
+
+
+@in_loop
+async def test_a_queue_that_has_closed_ends_the_worker_without_an_error() -> None:
+    """On a busy machine the queue closes before a worker is asked to stop. Seen failing with a traceback at the end."""
+    client = FakeQueue([make_lease(0)], lease_rollout=QueueClosed("the run has ended"))
+    worker, _ = make_worker(client, ScriptedEngine())
+    await worker.run()
 
 
 @in_loop

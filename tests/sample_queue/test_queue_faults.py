@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ledger_builders import FakeClock
 from queue_builders import LONG_WAIT_S, SOON_S, FakeCursor, await_parked, connected, dealer, make_queue, serving
 
-from areal_lite.errors import ConfigError, LedgerError, QueueError, QueueTimeout, WireError
+from areal_lite.errors import ConfigError, LedgerError, QueueClosed, QueueError, QueueTimeout, WireError
 from areal_lite.network import listen
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -255,7 +255,7 @@ def test_closing_the_server_ends_promptly_and_wakes_who_waits() -> None:
         try:
             await_parked(client, 1)
             pool.submit(server.close).result(timeout=SOON_S)
-            with pytest.raises(LedgerError, match="closed"):
+            with pytest.raises(QueueClosed):
                 parked.result(timeout=SOON_S)
         finally:
             waiting.close()
