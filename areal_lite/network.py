@@ -9,6 +9,7 @@ import os
 import random
 import re
 import socket
+import time
 
 import psutil
 
@@ -94,6 +95,31 @@ def listen(address: str, ports: range) -> socket.socket:
     raise ConfigError(
         f"one of run.ports={ports[0]}-{ports[-1]} must be free on {address}, got {problem}: choose others"
     )
+
+
+def require_free(ports: range, *, timeout_s: float = 15.0) -> None:
+    """Wait until nothing listens on any of these ports of this machine: what just ended may hold one a little longer.
+
+    Raises:
+        ConfigError: One stays taken.
+    """
+    deadline = time.monotonic() + timeout_s
+    for port in ports:
+        while not _is_free(port):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"port {port} must be free on {socket.gethostname()}, got one that another program listens on. "
+                    f"Fix: choose other ports in the profile, or end that program: `ss -ltnp sport = :{port}` names it"
+                )
+            time.sleep(0.2)
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def listens(address: str, *, timeout_s: float, as_grpc: bool = False) -> bool:

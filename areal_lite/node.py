@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -91,6 +92,13 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         contents={path: content_hash(Path(path)) for path in paths},
         environment={name: os.environ.get(name, "") for name in environment},
     )
+
+
+def wait_for_file(path: str, timeout_s: float) -> None:
+    """Return once a file is here, or after the time-out."""
+    deadline = time.monotonic() + timeout_s
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def source_hash() -> str:

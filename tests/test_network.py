@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections import namedtuple
 from collections.abc import Mapping
 
@@ -10,7 +11,15 @@ import pytest
 
 from areal_lite import network
 from areal_lite.errors import ConfigError
-from areal_lite.network import address_towards, interface_of, listen, local_address, port_range, use_interface_of
+from areal_lite.network import (
+    address_towards,
+    interface_of,
+    listen,
+    local_address,
+    port_range,
+    require_free,
+    use_interface_of,
+)
 
 Entry = namedtuple("Entry", ["family", "address"])
 
@@ -91,3 +100,13 @@ def test_ports_that_the_system_hands_out_itself_are_refused(text: str) -> None:
     """Seen failing with an end at 65535: another program may get the port first."""
     with pytest.raises(ValueError, match="two numbers from 1024 to 32767"):
         port_range(text)
+
+
+def test_a_port_that_stays_taken_is_named_and_one_that_gets_free_is_awaited() -> None:
+    """Seen failing with one look: what a killed attempt left holds its port for a moment."""
+    taken = listen("127.0.0.1", range(21000, 29000))
+    port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"port {port} must be free on {socket.gethostname()}, .* `ss -ltnp sport"):
+        require_free(range(port, port + 1), timeout_s=0.1)
+    threading.Timer(0.5, taken.close).start()
+    require_free(range(port, port + 1), timeout_s=60.0)

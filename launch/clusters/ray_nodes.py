@@ -8,10 +8,12 @@ started.
 import os
 import re
 import secrets
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,6 +28,11 @@ _STARTED = "Ray runtime started"
 _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
 LOCAL = ("bash", "-c")
 _POLL_S = 0.2
+_RETRY_S = 2.0
+_NAMED_PORTS = 9
+"""Ports of a node's Ray before those of its workers, as in `templates/ray.sh`."""
+_BOOTING = re.compile(r"[Cc]onnection (refused|timed out|reset|closed)|No route to host")
+"""What ssh prints of a host that may answer in a minute, unlike of a wrong key or name."""
 
 
 class RayNodes:
@@ -35,6 +42,7 @@ class RayNodes:
         """Start nothing yet: `form` does."""
         self._job, self._shells, self._logs = job, shells, logs
         self.processes: dict[str, Remote] = {}
+        self._starts: dict[str, Callable[[], Remote]] = {}
         self._driver: Remote | None = None
         self.env: dict[str, str] = {}
         """What a process needs to join the cluster."""
@@ -59,7 +67,9 @@ class RayNodes:
             for node in nodes:
                 ports = self._ports(len(self.processes))
                 text = start_script(self._job, ports=ports, head=address, peer=peer, env=env)
-                self.processes[node] = Remote(self._job, self._shells[node], text, log=self._logs / f"{node}-ray.log")
+                log = self._logs / f"{node}-ray.log"
+                self._starts[node] = partial(Remote, self._job, self._shells[node], text, log=log)
+                self.processes[node] = self._starts[node]()
             self._wait(nodes, deadline, should_stop)
             if should_stop():
                 return
@@ -95,22 +105,41 @@ class RayNodes:
         return ports[index * size : (index + 1) * size]
 
     def _wait(self, nodes: list[str], deadline: float, should_stop: Callable[[], bool]) -> None:
-        late = list(nodes)
+        """Wait for Ray on these nodes; a host that is still booting is tried again."""
+        late, tried = list(nodes), dict[str, float]()
         while late := [node for node in late if _STARTED not in self.processes[node].read_log()]:
             for node in late:
-                if (process := self.processes[node]).code is not None:
-                    raise StallError(
-                        f"Ray must start on every node, on {node} it ended: {process.last_lines()}; log: {process.log}"
-                    )
+                if self.processes[node].code is not None:
+                    self._start_again(node, tried)
+            if time.monotonic() > deadline:
+                raise self._too_late(late)
             if should_stop():
                 return
-            if time.monotonic() > deadline:
-                limit_s = self._job.profile.start_timeout_s
-                raise StallError(
-                    f"{len(self._shells)} nodes must join within start_timeout_s={limit_s:g}, missing: "
-                    f"{', '.join(late)}; logs: {self._logs}"
-                )
             time.sleep(_POLL_S)
+
+    def _start_again(self, node: str, tried: dict[str, float]) -> None:
+        """Start Ray on a node once more, where the host was only out of reach; `tried` has the time of each try."""
+        process, now = self.processes[node], time.monotonic()
+        if process.pid is not None or not _BOOTING.search(process.last_lines()):
+            raise StallError(
+                f"Ray must start on every node, on {node} it ended: {process.last_lines()}; log: {process.log}"
+            )
+        if node not in tried:
+            print(f"areal-lite launch: {node} is out of reach ({process.last_lines()}); retrying", flush=True)
+        if now > tried.get(node, 0.0) + _RETRY_S:
+            tried[node], self.processes[node] = now, self._starts[node]()
+
+    def _too_late(self, late: list[str]) -> StallError:
+        def state(process: Remote) -> str:
+            found = process.last_lines().rpartition(" / ")[2] or "no answer"
+            return found if process.pid is None else "Ray is still starting"
+
+        limit_s = self._job.profile.start_timeout_s
+        return StallError(
+            f"{len(self._shells)} nodes must join within start_timeout_s={limit_s:g}, missing: "
+            f"{', '.join(f'{node} ({state(self.processes[node])})' for node in late)}. Fix: see whether it answers, "
+            f"`{shlex.join([*self._shells[late[0]], 'hostname'])}`, or give it more time; logs: {self._logs}"
+        )
 
 
 def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Mapping[str, str]) -> str:
@@ -121,7 +150,11 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
         head: host:port to join.
         peer: Where the profile names no network, the route to this machine gives the node's address.
     """
-    look_up = f"from areal_lite.network import local_address; print(local_address({job.profile.network or peer!r}))"
+    named = ports[:_NAMED_PORTS]
+    look_up = (
+        "from areal_lite.network import local_address, require_free; "
+        f"require_free({named!r}); print(local_address({job.profile.network or peer!r}))"
+    )
     # Nothing is served from it: waiting for its workers to leave would take longer than its grace period.
     own = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     return script(job, env={**env, **own}, template="ray.sh", head=head, ports=ports, look_up=look_up)

@@ -92,8 +92,10 @@ class Remote:
         return _PID.split(self.read_log(), maxsplit=1)[-1]
 
     def last_lines(self) -> str:
-        """Return the end of its output."""
-        return " / ".join([line.strip() for line in self.read_log().splitlines() if line.strip()][-3:])
+        """Return what its output ends with: the line that names an error of areal-lite, or else the last three."""
+        lines = [line.strip() for line in self.read_log().splitlines() if line.strip()]
+        named = [line.removeprefix("areal_lite.errors.") for line in lines if "ConfigError: " in line]
+        return named[-1] if named else " / ".join(lines[-3:])
 
     def interrupt(self) -> None:
         """Send it SIGINT; one that is gone gets none."""

@@ -25,7 +25,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.places import with_network
 from areal_lite.network import local_address, port_range
-from areal_lite.node import NodeReport, look_at_node
+from areal_lite.node import NodeReport, look_at_node, wait_for_file
+from areal_lite.record.checkpoints import LATE_S
 
 _TIMEOUT_S = 60.0
 """Time-out of a connection, a round trip, a collective."""
@@ -42,6 +43,8 @@ class ClusterReport:
     """MB/s over all nodes."""
     broadcast: float | None = None
     """MB/s from the first node."""
+    links: dict[str, float] = field(default_factory=dict)
+    """MB/s of an all-reduce of the first node with each other one; measured where the one over all nodes is slow."""
     failures: list[str] = field(default_factory=list)
     """Probes that failed, with their nodes."""
 
@@ -86,13 +89,14 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
             found = call_all(probes, "call", local_address, config.run.network)
             report.addresses = _ask(report, found, 3 * _TIMEOUT_S)
             probes = {name: probes[name] for name in report.addresses}
+            _ask(report, call_all(probes, "call", wait_for_file, canary, LATE_S), 3 * _TIMEOUT_S)
             wanted = {"disk": str(shared), "environment": list(config.run.env)}
             seen = call_all(probes, "call", look_at_node, [canary, *paths], **wanted)
             report.nodes = _ask(report, seen, 3 * _TIMEOUT_S)
             if config.run.device == "cuda":
                 probes = {name: probes[name] for name, node in report.nodes.items() if node.gpus}
             if len(probes) > 1:
-                _measure_collectives(report, probes, port_range(config.run.ports), config.run.device)
+                _measure_links(report, probes, config)
         finally:
             kill(*started.values())
     return report
@@ -135,19 +139,34 @@ def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any
     return calls.values
 
 
-def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], ports: range, device: str) -> None:
+def _measure_links(report: ClusterReport, probes: Mapping[str, Any], config: Config | OfflineConfig) -> None:
+    """Measure all nodes together; where that is slow, also the first one with each other one."""
+    group = port_range(config.run.ports), config.run.device
+    report.all_reduce, report.broadcast = _measure_collectives(report, probes, *group)
+    if report.all_reduce is not None and report.all_reduce < config.run.min_bandwidth_mb_s:
+        first, *others = probes
+        for other in others:
+            rate, _ = _measure_collectives(report, {name: probes[name] for name in (first, other)}, *group)
+            report.links[other] = rate or 0.0
+
+
+def _measure_collectives(
+    report: ClusterReport, probes: Mapping[str, Any], ports: range, device: str
+) -> tuple[float | None, float | None]:
+    """Return the rates (MB/s) of an all-reduce and of a broadcast over these nodes; None where a node failed."""
     first = next(iter(probes))
     opening = probes[first].open_store.remote(report.addresses[first], ports)
     if not (stores := _ask(report, Calls({first: opening}), _TIMEOUT_S)):
-        return
+        return None, None
     group = len(probes), device
     ranks = {
         name: probe.call.remote(measure_collectives, stores[first], rank, *group, timeout_s=_TIMEOUT_S)
         for rank, (name, probe) in enumerate(probes.items())
     }
     rates = _ask(report, Calls(ranks), 3 * _TIMEOUT_S)
-    if len(rates) == len(probes):
-        report.all_reduce, report.broadcast = (min(rate[i] for rate in rates.values()) for i in (0, 1))
+    if len(rates) < len(probes):
+        return None, None
+    return min(rate[0] for rate in rates.values()), min(rate[1] for rate in rates.values())
 
 
 def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: Mapping[str, str]) -> Iterable[str]:
@@ -168,7 +187,8 @@ def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: M
                 if alone := [name for name, value in values.items() if value == "missing"]:
                     yield (
                         f"{Path(key).parent} must be a folder that all nodes share, got one in which "
-                        f"{', '.join(alone)} cannot see the controller's file: set run.dir to a shared folder"
+                        f"{', '.join(alone)} cannot see the controller's file within {LATE_S:g} s: set run.dir to a "
+                        "shared folder"
                     )
             elif len(set(values.values())) > 1:
                 yield f"{key} must be the same everywhere, got {_grouped(values)}: {to_do}"
@@ -180,9 +200,21 @@ def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: M
     for what, rate in (("an all-reduce over all nodes", report.all_reduce), ("a broadcast", report.broadcast)):
         if rate is not None and rate < min_bandwidth:
             yield (
-                f"{what} must reach run.min_bandwidth_mb_s={min_bandwidth:g}, got {rate:.1f} MB/s: choose the fast "
-                "interface with run.network, or lower the setting"
+                f"{what} must reach run.min_bandwidth_mb_s={min_bandwidth:g}, got {rate:.1f} MB/s"
+                f"{_slow_link(report, min_bandwidth)}: choose the fast interface with run.network, or lower the setting"
             )
+
+
+def _slow_link(report: ClusterReport, min_bandwidth: float) -> str:
+    """Name the node at the end of the slow link: the first one where it is slow with all others."""
+    if not (slow := {name: f"{name} ({rate:.1f})" for name, rate in report.links.items() if rate < min_bandwidth}):
+        return ""
+    first = next(iter(report.nodes))
+    if len(slow) == len(report.links) > 1:
+        return f"; {first} is slow with every other node"
+    return f"; {first} is slow with {', '.join(slow.values())}" + (
+        ", not with others" if report.links.keys() - slow else ""
+    )
 
 
 def _grouped(values: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
-"""`areal-lite doctor --cluster` on two real Ray nodes: both are fit, then one shares no folder behind a slow link."""
+"""`areal-lite doctor --cluster` on three real Ray nodes: all are fit, then one has a slow link, and no folder."""
 
+import re
 import subprocess
 import sys
 import time
@@ -24,9 +25,9 @@ def areal_lite(node: Node, *words: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    with make_nodes(["one", "two"], shared=[tmp_path_factory.getbasetemp()]) as nodes:
+    with make_nodes(["one", "two", "three"], shared=[tmp_path_factory.getbasetemp()]) as nodes:
         head, worker = ["--head", "--port=6379", "--include-dashboard=false"], [f"--address={HEAD}"]
-        for node, role in zip(nodes, (head, worker), strict=True):
+        for node, role in zip(nodes, (head, worker, worker), strict=True):
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={node.address}"]
             options = ["--num-cpus=1", "--disable-usage-stats"]
             environment = {"RAY_AUTH_MODE": "disabled"}
@@ -37,18 +38,22 @@ def nodes(tmp_path_factory):
 def test_nodes_that_are_fit_are_shown(nodes, tmp_path) -> None:
     until = time.monotonic() + DEADLINE_S
     words = ["doctor", "--cluster", "arith_cpu", f"run.dir={tmp_path}", "run.min_bandwidth_mb_s=1"]
-    while "two" not in (done := areal_lite(nodes[0], *words)).stdout:
+    while "10.77.0.3" not in (done := areal_lite(nodes[0], *words)).stdout:
         assert time.monotonic() < until, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("10.77.0.1", "10.77.0.2", "all-reduce", "MB/s", "code"):
+    for words in ("10.77.0.1", "10.77.0.2", "10.77.0.3", "all-reduce", "MB/s", "code"):
         assert words in done.stdout
 
 
 def test_an_unshared_folder_and_a_slow_link_stop_the_run_with_what_to_do(nodes, tmp_path) -> None:
-    nodes[1].slow(rate_mbit=40)
+    """The slow node is named. Seen failing with the rate over all nodes alone."""
+    nodes[2].slow(rate_mbit=40)
     done = areal_lite(nodes[0], "train", "arith_cpu", "run.dir=/var/tmp/mine", "model.warm_start.steps=1")
-    nodes[1].restore_link()
+    nodes[2].restore_link()
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "/var/tmp/mine must be a folder that all nodes share, got one in which two cannot see" in done.stderr
-    assert "an all-reduce over all nodes" in done.stderr
-    assert "run.min_bandwidth_mb_s=10" in done.stderr
+    words = " ".join(done.stderr.split())
+    assert re.search(
+        r"/var/tmp/mine must be a folder that all nodes share, got one in which t\w+, t\w+ cannot see", words
+    )
+    assert "an all-reduce over all nodes must reach run.min_bandwidth_mb_s=10" in words
+    assert re.search(r"three is slow with every other node|\w+ is slow with three \([\d.]+\), not with others", words)

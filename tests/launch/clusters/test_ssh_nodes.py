@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,16 @@ def of_job(name: str) -> list[str]:
     return found
 
 
-def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
+def join_late(node: Node, log: Path) -> None:
+    """Connect a node again once the log has its name."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (log.exists() and f"{node.name} is out of reach" in log.read_text()):
+        time.sleep(0.2)
+    node.restore_link()
+
+
+def test_a_run_on_two_nodes_over_ssh_of_which_one_joins_late(tmp_path: Path) -> None:
+    """Seen failing with an attempt that ends at the first connection that times out."""
     shutil.copy(SUPPORT / "loop_verifiers.py", tmp_path)  # both nodes see this folder
     verifier = {"function": f"{tmp_path}/loop_verifiers.py:digit_share"}
     config = loop_config(tmp_path, run={"steps": 2, "checkpoint_every": 1}, verifier=verifier)
@@ -77,7 +87,7 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
             "nodes": 2,
             "shared": str(tmp_path),
             "network": "10.77.0.0/24",
-            "ssh": {"hosts": ["lnode1", "lnode2"], "shell": shell},
+            "ssh": {"hosts": ["lnode1", "lnode2"], "shell": shell.replace("ConnectionAttempts=20", "ConnectTimeout=5")},
         }
         (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
         words = ["launch", "--on", "ssh", "--profile", "profile.yaml", "--name", "pair", "train", "tiny.yaml"]
@@ -86,12 +96,17 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
             cwd=tmp_path,
             env={"PATH": os.environ["PATH"]},
         )
+        nodes[1].cut()
+        late = threading.Thread(target=join_late, args=(nodes[1], tmp_path / "runs/jobs/pair/log.txt"))
+        late.start()
         done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+        late.join()
         deadline = time.monotonic() + 120
         while (left := of_job("pair")) and time.monotonic() < deadline:
             time.sleep(0.2)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
+    assert "areal-lite launch: lnode2 is out of reach (ssh: connect to host lnode2 port 2222: " in done.stdout
     assert left == []
     attempts = json.loads((tmp_path / "runs/jobs/pair/attempts.json").read_text())
     assert [one["code"] for one in attempts["attempts"]] == [0]
