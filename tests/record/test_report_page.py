@@ -103,6 +103,31 @@ def test_a_watched_run_is_drawn_against_its_kl_or_else_over_steps(tmp_path: Path
         assert charts[1]["data"][0]["x"] == [0.0, pytest.approx(math.sqrt(0.02 * 20))]
 
 
+def test_the_calibration_of_choices_is_drawn(tmp_path: Path) -> None:
+    """Three of four choose right, then all choose wrong. Seen failing with the trained reward as what is right."""
+    run = make_run(tmp_path / "run", settings={"verifier": {"function": "multiple_choice"}})
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        event |= {"watched": {"truth": {"a": 1.0}}} if event["kind"] == "eval" else {}
+    write_rows(run / "events.jsonl", events)
+    groups = {1: ["The answer is B.", "(B)", "B", "no idea"], 2: ["A", "A", "(A)", "the answer is A"]}
+    write_rows(
+        run / "samples.jsonl",
+        [
+            {
+                "step": step,
+                "group": "a",
+                "answer": "B",
+                "samples": [{"text": text, "reward": 1.0, "spans": []} for text in texts],
+            }
+            for step, texts in groups.items()
+        ],
+    )
+    charts = [{line.get("name"): line["y"] for line in one["data"]} for one in data_of(write_report(run))["charts"]]
+    drawn = [lines for lines in charts if "right" in lines]
+    assert drawn == [{"share of its samples": [0.75, 1.0], "right": [1.0, 0.0]}]
+
+
 def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp_path: Path) -> None:
     """Also where both runs end with the same one. Seen failing: the last learning rate stood for all steps."""
     settings = {"trainer": {"lr": 5e-5}}

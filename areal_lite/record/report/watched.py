@@ -4,11 +4,13 @@ The axis is that of Gao et al. (arXiv 2210.10760): the root of the KL divergence
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
+from areal_lite.config.plugins import find_function
 from areal_lite.record.report.charts import Chart, Line, lines
 from areal_lite.record.report.curves import STEPS, evaluated, of_steps
 from areal_lite.record.report.read import RunFiles
@@ -46,8 +48,32 @@ def _variety(run: RunFiles, names: list[str]) -> Iterator[Chart | None]:
     curve = Line(name="distinct", x=list(shares), y=[fmean(found) for found in shares.values()])
     note = "share of different texts in a group, of the groups that samples.jsonl keeps"
     yield lines("distinct samples", [curve], x=STEPS, y="share", rangemode="tozero", note=note)
+    yield _calibration(run)
     for name in names:
         yield pass_chart(windows(groups_by_step(run, watched=name)), title=f"pass@k by {name}")
+
+
+def _calibration(run: RunFiles) -> Chart | None:
+    """Draw how sure the policy is of its choices beside how often they are right; None without `multiple_choice`."""
+    watched = table(table(run.config.get("reward_watch")).get("verifiers"))
+    sections = [table(section) for section in (run.config.get("verifier"), *watched.values())]
+    found = [section for section in sections if section.get("function") == "multiple_choice"]
+    if not found:
+        return None
+    score = find_function("multiple_choice", kind="verifier")(**table(found[0].get("arguments")))
+    sure, right = dict[float, list[float]](), dict[float, list[float]]()
+    for row in run.samples:
+        texts = [str(sample.get("text")) for sample in row.get("samples") or ()]
+        letters = Counter(letter for text in texts if (letter := score.chosen(text, score.choices)))
+        for letter, count in letters.most_common(1):
+            sure.setdefault(row["step"], []).append(count / len(texts))
+            right.setdefault(row["step"], []).append(score("", letter, str(row.get("answer"))))
+    curves = [
+        Line(name=name, x=list(of_step), y=[fmean(values) for values in of_step.values()])
+        for name, of_step in (("share of its samples", sure), ("right", right))
+    ]
+    note = "the commonest choice of a group, of the groups that samples.jsonl keeps; calibrated where both are equal"
+    return lines("calibration", curves, x=STEPS, y="share", rangemode="tozero", legend=True, note=note)
 
 
 def _distances(run: RunFiles) -> dict[float, float]:

@@ -125,14 +125,24 @@ class multiple_choice(AnswerArguments):
     ) -> float:
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
-        letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
-        answer, given = (plain_text(answer_text(text)) for text in (answer, self.counted_part(completion)))
-        expected, found = (
-            _named_choice(text, letters, texts) or _stated_choice(text, letters) for text in (answer, given)
-        )
+        letters, texts = _letters(choices), _texts(choices)
+        reference = plain_text(answer_text(answer))
+        expected = _named_choice(reference, letters, texts) or _stated_choice(reference, letters)
         if expected is None:
             raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
-        return float((found or _last_text(given, letters, texts)) == expected)
+        return float(self.chosen(completion, choices) == expected)
+
+    def chosen(self, completion: str, choices: int | Sequence[str]) -> str | None:
+        """Return the letter of a completion's choice."""
+        letters, texts = _letters(choices), _texts(choices)
+        given = plain_text(answer_text(self.counted_part(completion)))
+        return (
+            _named_choice(given, letters, texts) or _stated_choice(given, letters) or _last_text(given, letters, texts)
+        )
+
+
+def _texts(choices: int | Sequence[str]) -> Sequence[str]:
+    return () if isinstance(choices, int) else tuple(map(str, choices))
 
 
 def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None:
