@@ -6,6 +6,7 @@ The axis is that of Gao et al. (arXiv 2210.10760): the root of the KL divergence
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
@@ -66,8 +67,10 @@ def _calibration(run: RunFiles) -> Chart | None:
         texts = [str(sample.get("text")) for sample in row.get("samples") or ()]
         letters = Counter(letter for text in texts if (letter := score.chosen(text, score.choices)))
         for letter, count in letters.most_common(1):
-            sure.setdefault(row["step"], []).append(count / len(texts))
-            right.setdefault(row["step"], []).append(score("", letter, str(row.get("answer"))))
+            with suppress(ValueError):  # a reference that only the row's own choices explain
+                is_right = score("", letter, str(row.get("answer")))
+                right.setdefault(row["step"], []).append(is_right)
+                sure.setdefault(row["step"], []).append(count / len(texts))
     curves = [
         Line(name=name, x=list(of_step), y=[fmean(values) for values in of_step.values()])
         for name, of_step in (("share of its samples", sure), ("right", right))
