@@ -166,11 +166,14 @@ def modes_of_one(content: Row, *, recipe: str) -> str:
     return "\n\n".join([f"{where(modes)} Steps {first + 1} to {last}.", *shown])
 
 
-def modes_of_both(content: Row) -> str:
-    """Render README's table: a line per mode, with lengths as large models have them, and with short answers."""
-    long, short = (content[f"modes {recipe}"] for recipe in RECIPES)
-    others = {line["mode"]: line for line in short["modes"]}
-    rows = [line | {"eta": MODES[line["mode"]].eta, "short": others.get(line["mode"])} for line in long["modes"]]
+def modes_of_all(content: Row) -> str:
+    """Render README's table: a line per mode, with long answers, with short ones, and with a real model."""
+    long, short, real = (
+        {line["mode"]: line for line in content[f"modes {recipe}"]["modes"]} for recipe in (*RECIPES, "smollm_cpu")
+    )
+    rows = [
+        line | {"eta": MODES[mode].eta, "short": short.get(mode), "real": real.get(mode)} for mode, line in long.items()
+    ]
     return markdown(OWN["modes"], rows)
 
 
@@ -302,7 +305,7 @@ def draw_long_answers(content: Row) -> None:
         panels[len(rows) // 2].set_xlabel("tokens of the sample")
 
 
-SIMULATED = ("sweep", "ages")
+SIMULATED = ("sweep", "ages", "runs")
 """Parts of what `simulated.py` writes."""
 
 # ---------------------------------------------------------------- demo
@@ -326,6 +329,8 @@ def demo_run(folder: Path) -> dict[str, Any]:
     """
     rows = RunFolder(folder).read("metrics.jsonl")
     held_out = [event["rewards"] for event in RunFolder(folder).iterate("events.jsonl") if event["kind"] == "eval"]
+    if not held_out:
+        raise SystemExit(f"{folder} must be a run with evaluations, got none. Fix: set run.eval_every")
     gain = paired(held_out[0], held_out[-1])
     seed = json.loads((folder / "config.json").read_text())["run"]["seed"]
     rewards = {str(row["step"]): row["reward_mean"] for row in rows if "reward_mean" in row}
@@ -472,8 +477,10 @@ def reward_watch(content: Row) -> Iterable[Row]:
 
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
-    "modes": ("performance", modes_of_both),
-    **{f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe)) for recipe in RECIPES},
+    "modes": ("performance", modes_of_all),
+    **{
+        f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe)) for recipe in (*RECIPES, "smollm_cpu")
+    },
     **{name: ("performance", partial(benchmark, name=name)) for name in OF_PAGES},
     "presets": ("presets", of(PRESETS, lambda content: rows_of("plan", content["runs"]))),
     "staleness": ("staleness-ablation", of(OWN["staleness"], staleness)),
