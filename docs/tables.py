@@ -478,9 +478,7 @@ def reward_watch(content: Row) -> Iterable[Row]:
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
     "modes": ("performance", modes_of_all),
-    **{
-        f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe)) for recipe in (*RECIPES, "smollm_cpu")
-    },
+    **{f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe)) for recipe in (*RECIPES, "smollm_cpu")},
     **{name: ("performance", partial(benchmark, name=name)) for name in OF_PAGES},
     "presets": ("presets", of(PRESETS, lambda content: rows_of("plan", content["runs"]))),
     "staleness": ("staleness-ablation", of(OWN["staleness"], staleness)),
