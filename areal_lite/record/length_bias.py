@@ -21,7 +21,7 @@ EDGES = tuple(4**power for power in range(2, 9))
 """The longest sample of each class of lengths but the last, in tokens."""
 LENGTHS = (*(f"{shorter + 1}-{edge}" for shorter, edge in pairwise((0, *EDGES))), f"{EDGES[-1] + 1}-")
 """The names of the classes."""
-_STEPS = 10
+STEPS = 10
 """Latest steps that a warning looks at."""
 _MIN_TRAINED = 0.5
 """A quarter of whose tokens a smaller share trains is worth a warning."""
@@ -45,8 +45,8 @@ def by_quarter(rows: Sequence[Mapping[str, Any]]) -> dict[str, npt.NDArray[np.in
 
 def stale_warning(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a warning of samples too old to train, by the rows of the last ten steps; empty while most train."""
-    last, found = rows[-_STEPS:], by_quarter(rows[-_STEPS:])
-    if len(last) < _STEPS or not found:
+    last, found = rows[-STEPS:], by_quarter(rows[-STEPS:])
+    if len(last) < STEPS or not found:
         return ""
     ledger = numbers(last[-1].get("ledger"))
     trained, lost = ledger.get("trained", 0), ledger.get("stale", 0) + ledger.get("failed(too_slow)", 0)
@@ -64,7 +64,7 @@ def stale_warning(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     share = trained_LQ.sum() / tokens_LQ.sum()
     return (
-        f"in the last {_STEPS} steps only {shares_LQ.min():.0%} of quarter {quarter + 1} of the samples of "
+        f"in the last {STEPS} steps only {shares_LQ.min():.0%} of quarter {quarter + 1} of the samples of "
         f"{list(found)[length]} tokens was recent enough to train (all tokens: {share:.0%}): the beginnings of long "
         f"samples train less. {advice}"
     )
@@ -72,12 +72,12 @@ def stale_warning(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def spread_warning(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a warning if in the last ten steps no group had rewards that differ, with what may help; else empty."""
-    last, page = rows[-_STEPS:], "docs/first.md#when-nothing-is-learned"
+    last, page = rows[-STEPS:], "docs/first.md#when-nothing-is-learned"
     rewards = [reward for row in last if (reward := number(row.get("reward_mean"))) is not None]
-    if len(rewards) < _STEPS or any(row.get("varied_groups_fraction", 1) for row in last):
+    if len(rewards) < STEPS or any(row.get("varied_groups_fraction", 1) for row in last):
         return ""
     earlier = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
-    fact = f"nothing to learn from in the last {_STEPS} steps, as in no group did the rewards differ: "
+    fact = f"nothing to learn from in the last {STEPS} steps, as in no group did the rewards differ: "
     if not math.isclose(min(rewards), max(rewards), rel_tol=1e-5, abs_tol=1e-9):
         return (
             f"{fact}the samples of a prompt all earned the same, {fmean(rewards):.3g} on average. Fix: raise "

@@ -24,6 +24,7 @@ from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event, now
 from areal_lite.network import local_address
 from areal_lite.node import machine_in_words, package_versions, source_hash
+from areal_lite.record import length_bias, worker_warnings
 from areal_lite.record.lanes import (
     GAP,
     PAUSE_PARTS,
@@ -43,8 +44,8 @@ from areal_lite.types import Group, Sample
 logger = logging.getLogger(__name__)
 
 
-_RECENT = 60
-"""Last rows that are kept for warnings; the others are in the file alone."""
+_RECENT = max(length_bias.STEPS, worker_warnings.STEPS)
+"""Last rows that are kept, as many as a warning looks at; the others are in the file alone."""
 
 
 class Recorder:
@@ -148,7 +149,8 @@ class OnlineRecorder(Recorder):
         self._config, self._totals = config, _EventTotals()
         self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
-        self._totals.ends.update(row["step"] for row in [*self.recent][-1:])
+        if self.recent:
+            self._totals.ends.add(self.recent[-1]["step"])
         self._last = _Moment(time.monotonic(), tokens=0.0, lanes=self._totals.clocks.read(now()))
         self._origin: Reading | None = None
         """The clocks at the run's first step."""
