@@ -8,9 +8,11 @@ In float32 and bfloat16: after a weight sync, and one update of the trainer late
 import argparse
 import functools
 import json
+import multiprocessing
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -252,19 +254,30 @@ def measure_fp8(run: Run) -> dict[str, dict[str, float]]:
     return found
 
 
+def row_of(name: str, dtype: str) -> dict[str, Any]:
+    """Measure, and return the row, or one with the error."""
+    try:
+        row = measure(name, dtype)
+    except Exception as error:
+        reason = re.sub(r"/\S+", "its folder", f"{type(error).__name__}: {error}".splitlines()[0])
+        row = {"family": Path(name).name, "dtype": dtype, "failed": reason[:200]}
+    return row | {"source": source_hash()}
+
+
 def main(names: Sequence[str]) -> None:
-    """Measure and keep all other rows; the file is of this source once all rows are."""
-    path = DOCS / "families.json"
+    """Measure two at a time, and keep all other rows; the file is of this source once all rows are.
+
+    Without names, rows that are of this source are skipped.
+    """
+    path, now = DOCS / "families.json", source_hash()
     rows = {(row["family"], row["dtype"]): row for row in json.loads(path.read_text())["rows"] if "dtype" in row}
-    for name in names or ALL_FAMILIES:
-        for dtype in ("float32", "bfloat16"):
-            try:
-                row = measure(name, dtype)
-            except Exception as error:
-                reason = re.sub(r"/\S+", "its folder", f"{type(error).__name__}: {error}".splitlines()[0])
-                row = {"family": Path(name).name, "dtype": dtype, "failed": reason[:200]}
+    cases = [(name, dtype) for name in names or ALL_FAMILIES for dtype in ("float32", "bfloat16")]
+    cases = [case for case in cases if names or rows.get(case, {}).get("source") != now]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for waiting in as_completed([pool.submit(row_of, *case) for case in cases]):
+            row = waiting.result()
             print(json.dumps(row), flush=True)
-            rows[row["family"], dtype] = row | {"source": source_hash()}
+            rows[row["family"], row["dtype"]] = row
             sources = {row.get("source") for row in rows.values()}
             place = surroundings() | {"source": sources.pop() if len(sources) == 1 else None}
             path.write_text(json.dumps({**place, "rows": list(rows.values())}, indent=1) + "\n")

@@ -119,6 +119,8 @@ def of(columns: Columns, rows: Callable[[Row], Iterable[Row]]) -> Make:
 
 RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
+REAL = {"real": "smollm_cpu", "sums": "smollm_sums"}
+"""Those with a real model, by their names in `tables.yaml`."""
 DRILL: Columns = {title: template for title, template in COLUMNS["drill"].items() if title != "losses"}
 OF_PAGES: dict[str, Columns] = COMPONENTS | {"drill": DRILL, "soak": COLUMNS["soak"]}
 
@@ -141,7 +143,7 @@ def head(results: Row) -> str:
 def all_targets(content: Row) -> str:
     """Return the table of targets."""
     found = [target for recipe in RECIPES for target in mode_targets(content[f"modes {recipe}"], recipe)]
-    for name in ("rollout", "train", "queue", "peers"):
+    for name in ("rollout", "train", "queue"):
         found += content[name]["targets"]
     return markdown("targets", found)
 
@@ -160,7 +162,8 @@ def mode_targets(content: Row, recipe: str) -> list[dict[str, Any]]:
 
 def modes_of_one(content: Row, *, recipe: str) -> str:
     """Render what one `bench modes` measured."""
-    modes = content[f"modes {recipe}"]
+    if (modes := content.get(f"modes {recipe}")) is None:
+        return "Not measured yet."
     first, last = modes["measured_steps"]
     shown = [markdown(name, modes["modes"]) for name in ("modes", "shares of modes")]
     return "\n\n".join([f"{where(modes)} Steps {first + 1} to {last}.", *shown])
@@ -168,11 +171,15 @@ def modes_of_one(content: Row, *, recipe: str) -> str:
 
 def modes_of_all(content: Row) -> str:
     """Render README's table: a line per mode, with long answers, with short ones, and with a real model."""
-    long, short, real = (
-        {line["mode"]: line for line in content[f"modes {recipe}"]["modes"]} for recipe in (*RECIPES, "smollm_cpu")
+    long, *others = (
+        {line["mode"]: line for line in content.get(f"modes {recipe}", {}).get("modes", ())}
+        for recipe in (*RECIPES, *REAL.values())
     )
     rows = [
-        line | {"eta": MODES[mode].eta, "short": short.get(mode), "real": real.get(mode)} for mode, line in long.items()
+        line
+        | {"eta": MODES[mode].eta}
+        | {name: of.get(mode) for name, of in zip(("short", *REAL), others, strict=True)}
+        for mode, line in long.items()
     ]
     return markdown(OWN["modes"], rows)
 
@@ -478,7 +485,10 @@ def reward_watch(content: Row) -> Iterable[Row]:
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
     "modes": ("performance", modes_of_all),
-    **{f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe)) for recipe in (*RECIPES, "smollm_cpu")},
+    **{
+        f"modes {recipe}": ("performance", partial(modes_of_one, recipe=recipe))
+        for recipe in (*RECIPES, *REAL.values())
+    },
     **{name: ("performance", partial(benchmark, name=name)) for name in OF_PAGES},
     "presets": ("presets", of(PRESETS, lambda content: rows_of("plan", content["runs"]))),
     "staleness": ("staleness-ablation", of(OWN["staleness"], staleness)),

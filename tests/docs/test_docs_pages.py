@@ -36,7 +36,8 @@ def test_every_figure_has_a_command_that_measures_it_again() -> None:
     """Seen failing with a command left out, and with one for figures that are gone."""
     figures = load_tables("figures")
     assert sorted(figures.COMMANDS) == sorted(figures.measured())
-    commands = [command.format(out="OUT") for command in figures.COMMANDS.values() if command is not None]
+    assert figures.COMMANDS.keys() > figures.APART.keys()
+    commands = [command.format(out="OUT") for command in figures.COMMANDS.values()]
     for word in " ".join(commands).split():
         assert not word.endswith(".py") or (DOCS.parent / word).is_file(), word
 
@@ -59,7 +60,11 @@ def test_figures_are_fresh_only_with_the_hash_of_todays_source(monkeypatch: pyte
 def test_what_is_stale_is_measured_until_it_is_fresh(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Seen failing with a command that failed counted as done, and with fresh figures measured again."""
+    """What is apart is no failure, and measured by its name alone; a run that ended is kept, half a one is not.
+
+    Seen failing with a command that failed counted as done, with fresh figures measured again, with half a run kept,
+    with what is apart in the exit code, and with a command that Ctrl-C kills before it has ended.
+    """
     figures = load_tables("figures")
     docs, fresh = tmp_path / "docs", {"source": figures.source_hash()}
     docs.mkdir()
@@ -67,6 +72,24 @@ def test_what_is_stale_is_measured_until_it_is_fresh(
     (docs / "memory.json").write_text("{}")
     (tmp_path / "new").write_text(json.dumps(fresh))
     monkeypatch.setattr(figures, "HERE", docs)
-    monkeypatch.setattr(figures, "COMMANDS", {"queue": "false", "train": "false", "memory": "cp new docs/memory.json"})
+    commands = {"queue": "false", "train": "false", "memory": "cp new docs/memory.json", "gpu": "touch {out}/../now"}
+    monkeypatch.setattr(figures, "COMMANDS", commands)
+    monkeypatch.setattr(figures, "APART", {"gpu": "needs a GPU"})
+    folder = tmp_path / "runs/figures" / fresh["source"]
+    for name, status in {"whole": "done", "half": "interrupted"}.items():
+        (run := folder / "memory" / name).mkdir(parents=True)
+        (run / "config.json").touch()
+        (run / "summary.json").write_text(json.dumps({"status": status}))
     assert figures.main(["measure"]) == 1
-    assert capfd.readouterr().out == "queue: false\nmemory: cp new docs/memory.json\nnot measured: queue\n"
+    lines = capfd.readouterr().out.splitlines()
+    assert [lines[0], lines[2], lines[-1]] == ["queue: false", "memory: cp new docs/memory.json", "not measured: queue"]
+    assert lines[1] == "queue: NOT measured, 0.0 minutes. Left: memory"
+    assert [path.name for path in (folder / "memory").iterdir()] == ["whole"]
+    commands["queue"] = "kill -INT $PPID; sleep 0.5; touch ended"
+    assert figures.main(["measure", "queue", "memory"]) == 130
+    assert (tmp_path / "ended").is_file()
+    assert "stopped in queue; repeat the command to go on. Left: queue, memory" in capfd.readouterr().out
+    (docs / "performance.json").write_text(json.dumps({"queue": fresh, "train": fresh}))
+    assert figures.main([]) == 0
+    assert "apart (needs a GPU): not measured yet" in capfd.readouterr().out
+    assert not (folder / "now").exists()

@@ -33,6 +33,7 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "zai-org/GLM-4.5-Air": 106_852_245_504,  # its page: 106 billion
+    "builtin:smollm2-135m": 134_515_008,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
