@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from episode_builders import Speaker, play
@@ -245,6 +246,28 @@ def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path, tiny_config: C
     assert list(tmp_path.iterdir()) == []
     folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(("busy_percent", "threads"), [(0.0, 4), (30.0, 3), (100.0, 1)])
+def test_a_warm_start_takes_the_cores_that_are_idle(
+    busy_percent: float,
+    threads: int,
+    tmp_path: Path,
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside others, threads wait for each other. Seen failing with as many threads as cores, whatever they do."""
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: busy_percent)
+    before, seen = torch.get_num_threads(), set[int]()
+    torch.set_num_threads(4)
+    try:
+        ensure_warm_start(
+            tiny_config(), cache_dir=tmp_path, progress=lambda done, of, loss: seen.add(torch.get_num_threads())
+        )
+        assert seen == {threads}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_faster_process_wins(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
