@@ -54,6 +54,7 @@ def measure(name: str) -> bool:
     command, folder = COMMANDS[name], name.replace(" ", "-").replace(",", "")
     out = HERE.parent / f"runs/figures/{source_hash()}/{folder}"
     print(f"{name}: {command}", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
     for config in out.glob("*/config.json"):  # a run that goes on after a pause would measure the pause
         if read_summary(config.parent).get("status") != "done":
             shutil.rmtree(config.parent)
