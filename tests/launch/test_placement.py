@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from warm_workers import OF_ACTORS, seen
 
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.events import clock_variables
@@ -42,6 +43,12 @@ def test_the_recipes_environment_reaches_every_actor_and_comes_first(kind: str) 
     environment = actor_options(config, kind)["runtime_env"]["env_vars"]
     assert {key: environment[key] for key in config.run.env} == config.run.env
     assert clock_variables().items() <= environment.items()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tests_own_ray_can_copy_every_actor(kind: str) -> None:
+    """Otherwise each imports vLLM for itself: runs pass, twice as slow. Seen failing with `MALLOC_ARENA_MAX`."""
+    assert seen(actor_options(load_config("arith_cpu"), kind)["runtime_env"]["env_vars"]) == OF_ACTORS
 
 
 def test_an_engine_of_several_gpus_starts_its_processes_itself() -> None:

@@ -4,13 +4,16 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
+
+from warm_workers import copy_engine_cores
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Interrupt
+from areal_lite.rollout.engine_settings import engine_environment
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.weights.handover import hand_over
 
@@ -113,9 +116,13 @@ async def _install(engine: Any, interrupt: Interrupt, version: int) -> None:
 
 @contextmanager
 def vllm_engine(config: Config, model_folder: str) -> Iterator[tuple[VllmEngine, BackgroundLoop]]:
-    """Start an engine; the environment variables that it sets end with it."""
+    """Start an engine, on a CPU as a copy of this process; the environment variables that it sets end with it."""
     background = BackgroundLoop()
-    with mock.patch.dict(os.environ):
+    seen_by_imports = {"VLLM_LOGGING_LEVEL": "WARNING", **engine_environment(config)}
+    with (
+        mock.patch.dict(os.environ, seen_by_imports),
+        copy_engine_cores() if config.run.device == "cpu" else nullcontext(),
+    ):
         try:
             engine = background.call(VllmEngine.start(config, model_folder=model_folder), timeout_s=_START_TIMEOUT_S)
             try:

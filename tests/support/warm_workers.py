@@ -28,12 +28,13 @@ ADDRESS = "WARM_WORKERS"
 """The variable with the abstract address of the process that is copied."""
 OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Variables that most runs give to their actors."""
-NOT_SEEN = ("RAY_", "AREAL_LITE_CLOCK", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
+NOT_SEEN = ("RAY_", "AREAL_LITE_CLOCK", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV", "MALLOC_", "ONEDNN_")
 """Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
+MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3}
+"""glibc reads these when a process starts, which a copy does not: numbers of `mallopt`."""
 _START_S, _ASKED_S = 120, 10
 IMPORTED = (
     "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher",
-    "vllm.v1.engine.core",
 )  # fmt: skip
 
 
@@ -44,14 +45,25 @@ class ForkedProcess(ForkProcess):
     """
 
     def run(self) -> None:
+        import torch._dynamo.config
+
         from areal_lite.rollout.engine_process import set_up_engine_process
 
+        torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # torch reads it when imported
         for number in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):  # the list's own, which is closed by now
                 if stat.S_ISSOCK(os.fstat(number).st_mode):
                     os.close(number)  # the other end must see when the parent is gone
         set_up_engine_process()  # vLLM's plug-ins count as loaded
         super().run()
+
+
+def copy_engine_cores() -> Any:
+    """Return a patch with which this process starts engine cores as copies of itself."""
+    from unittest import mock
+
+    importlib.import_module("vllm.v1.engine.core")
+    return mock.patch("vllm.v1.engine.utils.get_mp_context", return_value=SimpleNamespace(Process=ForkedProcess))
 
 
 @contextlib.contextmanager
@@ -99,8 +111,7 @@ def serve() -> None:
     gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
-    context = SimpleNamespace(Process=ForkedProcess)
-    vars(sys.modules["vllm.v1.engine.utils"])["get_mp_context"] = lambda: context
+    copy_engine_cores().start()
     gc.enable()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "threads, which a copy lacks"
@@ -138,12 +149,16 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
     os.setpgid(0, 0)  # Ray kills all of a worker's group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    import ctypes
+
     import numpy
 
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.environ.update(variables)  # vLLM's import has set some more
+    for name in MALLOPT.keys() & variables.keys():
+        ctypes.CDLL(None).mallopt(MALLOPT[name], int(variables[name]))
     os.chdir(folder)
     numpy.random.seed()
     Path("/proc/self/oom_score_adj").write_text("1000")  # as Ray's, of which the kernel ends the workers first
