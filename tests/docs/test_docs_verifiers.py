@@ -1,8 +1,8 @@
 """Run every snippet of the pages in `RUN`.
 
 A block that begins with `# name.ending` is a file of one folder, as the reader would make it. Each Python file is
-called on an example (`CALLS`), each recipe is loaded, and each shell line is run with the installed command; `train`
-becomes `check-config`. `test_a_migration_trains` trains.
+called on an example (`CALLS`), each recipe is loaded, and each shell line is run in this process; `train` becomes
+`check-config`. `test_a_migration_trains` trains.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from areal_lite.config.verifier import VerifierSettings
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import VerifierUnavailable
+from areal_lite.launch.commands.main import main
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.gymnasium import rows as gymnasium_rows
 from areal_lite.verify.protocol import Verifier
@@ -338,15 +338,13 @@ def shell_lines() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", shell_lines())
-def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
+def test_a_line_of_the_pages_can_be_typed(line: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Trainings are checked, with a model that is here. Seen failing with an option that does not exist."""
     program, command, *words = shlex.split(line)
     assert program == "areal-lite"
     if command in ("train", "check-config"):
         words.append("model.path=model")
-    typed = [str(Path(sys.executable).with_name(program)), command.replace("train", "check-config"), *words]
-    result = subprocess.run(typed, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert main([command.replace("train", "check-config"), *words]) == 0, capfd.readouterr()
 
 
 def test_every_built_in_verifier_is_listed() -> None:

@@ -14,6 +14,8 @@ from areal_lite.config.recipe import load_config
 from areal_lite.record.paths import find_model_folder
 from areal_lite.rollout.engine import Sampling
 
+pytestmark = [pytest.mark.smollm, pytest.mark.loop]  # all at once: to convert the model takes 18 s of a processor
+
 AREAL_LITE = str(Path(sys.executable).with_name("areal-lite"))
 FACTS = {
     "What is the capital of France?": "Paris",
@@ -56,7 +58,6 @@ def answers(model_folder: Path, questions: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.smollm
 def test_the_converted_model_is_the_published_one(folder: Path) -> None:
     """Right values are those of the published model's files. Seen failing without the digits of the pre-tokenizer."""
     from transformers import AutoTokenizer
@@ -77,8 +78,6 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
     assert {question for question, answer in found.items() if FACTS[question] not in answer} == set(), found
 
 
-@pytest.mark.smollm
-@pytest.mark.loop
 def test_it_trains_resumes_and_exports(ray_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of its recipe, then another by an engine that loads what these saved.
 

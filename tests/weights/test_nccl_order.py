@@ -49,7 +49,7 @@ def publish(rank: int, world_size: int, out: str) -> None:
     (Path(out) / f"{rank}.json").write_text(json.dumps(nccl_stand_in.operations))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_gathers_are_complete_before_they_are_sent_from_another_stream(tmp_path: Path, world_size: int) -> None:
     """The trainer's operations and the broadcasts to the engines are never on one stream.
 
