@@ -49,6 +49,15 @@ def stale(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     }
 
 
+def commit() -> str:
+    """Return the commit, marked if the package was edited; edited pages, which each measurement makes, do not count."""
+    name, edited = (
+        subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True).stdout.strip()
+        for words in (["describe", "--always", "--exclude=*"], ["status", "--short", "areal_lite", "actors", "launch"])
+    )
+    return f"{name}-dirty" if edited else name
+
+
 def measure(name: str) -> bool:
     """Run a command of figures.yaml; return whether it did what it is for."""
     command, folder = COMMANDS[name], name.replace(" ", "-").replace(",", "")
@@ -60,7 +69,8 @@ def measure(name: str) -> bool:
             shutil.rmtree(config.parent)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     run = ["bash", "-euc", command.format(out=out.relative_to(HERE.parent))]
-    process = subprocess.Popen(run, cwd=HERE.parent, env=os.environ | {"PATH": path})
+    environment = {"AREAL_LITE_COMMIT": commit()} | os.environ | {"PATH": path}
+    process = subprocess.Popen(run, cwd=HERE.parent, env=environment)
     try:
         process.wait()
     except KeyboardInterrupt:
