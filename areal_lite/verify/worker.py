@@ -57,8 +57,7 @@ class VerifierWorker(LeaseWorker):
         group = lease.group
         scores = await self._watched(group, await self._scores(group))
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
-        failures = sum(score.failure is not None for score in scores)
-        found: dict[str, Any] = {"failures": failures, "rewards": [score.total for score in scores]}
+        found: dict[str, Any] = {"rewards": [score.total for score in scores]}
         if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):
             found["watched"] = watched
         self._events.emit("verify", group_id=group.group_id, start=start, end=now(), **found)

@@ -85,7 +85,10 @@ class RayCluster(Supervised):
             return Status(str(info.status))
         stopped = INTERRUPTED if info.status == "STOPPED" else 1
         code = 0 if info.status == "SUCCEEDED" else info.driver_exit_code or stopped
-        return Status(f"{info.status}, exit code {code}: {info.message}", code=code)
+        # Of a job that failed, the message holds the whole log, whose last line is the supervisor's.
+        line = (info.message or "").strip().rpartition("\n")[2]
+        words = line.removeprefix("areal-lite launch: ")
+        return Status(words if words != line else f"{info.status}, exit code {code}: {line}", code=code)
 
     def logs(self, job: Job) -> str:
         """Return the log here, or Ray's of the job."""
@@ -107,7 +110,7 @@ def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:
         return getattr(JobSubmissionClient(server), method)(*words, **settings)
     except (ImportError, RuntimeError, OSError) as error:  # also errors of the HTTP library below it
         raise ConfigError(
-            f"{method} for {job.name} failed: expected a job server at ray.jobs={server}, got {error}. Fix: correct "
-            "it, or open a tunnel to the head's dashboard port; Ray jobs need ray[default] here and on the cluster, "
-            "ray.address on one of its nodes does not"
+            f"{method} for {job.name} failed: expected a job server at ray.jobs={server}, got {str(error).rstrip('.')}."
+            " Fix: correct it, or open a tunnel, `ssh -NL 8265:localhost:8265 HEAD`; Ray jobs need `pip install "
+            "'ray[default]==2.60.*'` here and on the cluster, ray.address on one of its nodes does not"
         ) from error

@@ -110,7 +110,8 @@ def _follow(job: Job) -> int:
             print(text[shown:], end="", flush=True)
             shown = len(text)
             if status.code is not None:
-                print(status.words)
+                if status.words not in text:  # the supervisor's last line
+                    print(status.words)
                 return status.code
         except ConfigError as error:
             if silent_since is None:

@@ -45,7 +45,7 @@ def make_events(*, steps: int = 12, workers: int = 2, has_rewards: bool = True) 
             events.append(event(step + 1.7, lane, "group", group=group, start=step + 0.5, samples=samples))
             times: dict[str, Any] = {"start": step + 1.7, "end": step + 1.7 + 0.01 * (worker + 1)}
             times |= {"rewards": [1.0, float(2 * step >= steps), 0.0, None]} if has_rewards else {}
-            events.append(event(times["end"], "verifier/0", "verify", group_id=group, failures=0, **times))
+            events.append(event(times["end"], "verifier/0", "verify", group_id=group, **times))
     events.append(event(steps + 1.0, "controller", "eval", step=steps, accuracy=0.75, by_source={"sums": 0.75}))
     events[-1] |= {"rewards": right | {"b": 1.0, "c": 1.0}, "start": steps + 0.5} if has_rewards else {}
     if has_rewards and steps:

@@ -143,7 +143,9 @@ def test_what_is_entered_may_be_lines_and_must_succeed(enter: str, code: int, te
     job = make_job(kind, folder=str(tmp_path), profile=make_profile(shared=str(tmp_path), enter=enter, env={}))
     (tmp_path / "from").mkdir()
     if template == "start.sh":
-        text = re.sub(r"^exec .*", "exit 7", render(template, job=job, source=tmp_path / "from"), flags=re.MULTILINE)
+        text = "python() { :; }\n" + re.sub(
+            r"^exec .*", "exit 7", render(template, job=job, source=tmp_path / "from"), flags=re.MULTILINE
+        )
     elif template == "node.sh":
         text = script(job, command=["sh", "-c", "'exit 7'"])
     else:

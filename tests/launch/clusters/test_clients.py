@@ -94,6 +94,7 @@ class JobServer:
 
     def __init__(self) -> None:
         self.stopped: list[str] = []
+        self.message: str | None = None
         self.status, self.driver_exit_code = "RUNNING", None
 
     def submit_job(self, *, runtime_env: dict[str, Any], submission_id: str, entrypoint: str) -> str:
@@ -105,14 +106,14 @@ class JobServer:
     def get_job_info(self, name: str) -> Any:
         is_terminal = self.status != "RUNNING"
         status = type("JobStatus", (str,), {"is_terminal": lambda self: is_terminal})(self.status)
-        return SimpleNamespace(status=status, driver_exit_code=self.driver_exit_code, message="said so")
+        return SimpleNamespace(status=status, driver_exit_code=self.driver_exit_code, message=self.message)
 
     def stop_job(self, name: str) -> None:
         self.stopped.append(name)
 
 
 def test_a_ray_job_ships_the_recipe_and_its_plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the plug-in of an override left out."""
+    """Seen failing with the plug-in of an override left out, and with the whole log as its status."""
     server = JobServer()
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda url: server)
     monkeypatch.chdir(tmp_path)
@@ -126,7 +127,10 @@ def test_a_ray_job_ships_the_recipe_and_its_plug_ins(tmp_path: Path, monkeypatch
     assert server.env.keys() == {"RAY_JOB_STOP_WAIT_TIME_S"}
     assert kind.status(job).code is None
     server.status, server.driver_exit_code = "FAILED", 130
-    assert kind.status(job) == Status("FAILED, exit code 130: said so", code=130)
+    server.message = "Job failed, last logs:\nareal-lite launch: attempt 1\nno python\n"
+    assert kind.status(job) == Status("FAILED, exit code 130: no python", code=130)
+    server.message = server.message.replace("no python", "areal-lite launch: stopped at step 7")
+    assert kind.status(job) == Status("stopped at step 7", code=130)
     server.status, server.driver_exit_code = "STOPPED", None
     assert kind.status(job).code == 130
     kind.stop(job)
