@@ -57,7 +57,7 @@ class Cluster(NamedTuple):
     @property
     def folder(self) -> Path:
         """The laptop's own /tmp, as seen from here."""
-        return Path(f"/proc/{self.laptop.pid}/root/tmp")
+        return Path("/proc", str(self.laptop.pid), "root", "tmp")
 
     def join(self) -> None:
         start_ray(self.second, f"--address={self.head.address}:6379")
@@ -123,7 +123,7 @@ def test_a_run_on_two_nodes_of_which_one_dies_is_resumed_and_stopped(cluster: Cl
 
 def test_failures_name_the_node_and_what_to_type(cluster: Cluster) -> None:
     """Seen failing with a log of 40 lines, printed twice."""
-    (cluster.shared / "python").symlink_to("/usr/bin/python3")
+    (cluster.shared / "python").symlink_to(Path(sys.base_prefix, "bin/python3"))
     missing = cluster.launch("missing", enter=f"export PATH={cluster.shared}:$PATH")
     output, _ = missing.communicate(timeout=_DEADLINE_S)
     assert missing.returncode == 1
