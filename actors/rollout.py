@@ -12,6 +12,7 @@ from areal_lite.events import Event, EventBuffer
 from areal_lite.network import local_address, use_interface_of
 from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.runner import Workflows, load_workflows
+from areal_lite.rollout.server_engine import ServerEngine
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.access import QueueAccess
@@ -45,8 +46,14 @@ class RolloutActor(MeasuredProcess):
         workflows = load_workflows(self._config)  # first, so that a wrong name does not cost the start of an engine
         if self._config.weights.transport == "nccl" and self._config.run.network is not None:
             use_interface_of(local_address(self._config.run.network))  # as the ranks do; child processes inherit it
-        self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
+        self._engine = await self._start_engine()
         self._make_worker(workflows)
+
+    async def _start_engine(self) -> VllmEngine:
+        if servers := self._config.rollout.servers:
+            server = servers[int(self._events.lane.partition("/")[2])]
+            return await ServerEngine.connect(self._config, model_folder=self._model_folder, server=server)
+        return await VllmEngine.start(self._config, model_folder=self._model_folder)
 
     async def stop(self) -> None:
         """End `run` and the engine."""

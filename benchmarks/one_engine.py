@@ -21,7 +21,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import places_for
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import load_workflows
-from areal_lite.rollout.vllm_engine import sampling_params
+from areal_lite.rollout.vllm_engine import request_params
 from areal_lite.weights.handover import hand_over
 
 _LANE = "rollout/0"
@@ -137,6 +137,6 @@ class _Rollout(RolloutActor):
             if not alone:
                 await self._engine.generate(prompt_ids, sampling)
                 continue
-            prompt, settings = {"prompt_token_ids": prompt_ids}, sampling_params(sampling)
+            prompt, settings = {"prompt_token_ids": prompt_ids}, request_params(sampling.fields)
             async for _ in self._engine._llm.generate(prompt, settings, f"alone-{number}"):
                 pass

@@ -5,6 +5,7 @@ one section is part of that section. `launch/run/recipe_check.py` compares a rec
 names.
 """
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def recipe_problems(config: "Config") -> Iterable[str]:
             if (name := getattr(source, kind)) is not None:
                 yield from row_name_problems(config, kind, name, place=f"{config.data.place_of(key)}.{kind} must be")
     yield from _device_problems(config)
+    yield from _server_problems(config)
     yield from _precision_problems(config)
     yield from _timeout_problems(config)
     yield from _watch_problems(config)
@@ -125,6 +127,27 @@ def _device_problems(config: "Config") -> Iterable[str]:
         )
 
 
+def _server_problems(config: "Config") -> Iterable[str]:
+    """What a run cannot have where vLLM servers generate that somebody else starts."""
+    rollout = config.rollout
+    if not (servers := rollout.servers):
+        yield from rollout.unread(["server_key_env"], "without rollout.servers", at="rollout.")
+        return
+    because, own = "with rollout.servers", ("threads", "kv_cache_mb", "gpu_memory_fraction", "engine_arguments")
+    to_do = "leave it out, and start the server with such an option"
+    yield from rollout.unread(own, because, at="rollout.", to_do=to_do)
+    yield from rollout.unread(["replay_routes"], because, at="rollout.", to_do="set it to false")
+    if wrong := [server for server in servers if not re.fullmatch(r"https?://[\w.-]+(:\d+)?", server)]:
+        yield f"rollout.servers must be addresses such as http://10.0.0.5:8000, got {wrong[0]!r}: correct it"
+    if len(set(servers)) < len(servers) or rollout.workers != len(servers):
+        yield (
+            f"rollout.servers must name a server for each worker, got {', '.join(servers)} for rollout.workers="
+            f"{rollout.workers}: set as many workers as there are servers, and each server once"
+        )
+    if config.weights.transport == "ipc":
+        yield "weights.transport=ipc is for engines on a rank's GPU, got rollout.servers: set nccl, or leave them out"
+
+
 def offline_problems(config: "OfflineConfig") -> Iterable[str]:
     """Yield a sentence for each pair of sections of any other recipe that do not fit together."""
     because = f"with command={config.command}"
@@ -165,8 +188,8 @@ def check_resources(config: "Config | OfflineConfig", *, num_cores: int, num_gpu
     needed, counts = config.trainer.ranks, {"trainer.ranks": config.trainer.ranks}
     if config.command == "train":
         workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
-        counts |= {"rollout.workers": workers, "rollout.tensor_parallel": parallel}
-        needed += 0 if config.weights.transport == "ipc" else workers * parallel
+        counts |= {} if config.rollout.servers else {"rollout.workers": workers, "rollout.tensor_parallel": parallel}
+        needed += 0 if config.weights.transport == "ipc" else workers * config.engine_gpus
     if config.run.device == "cpu":
         many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
         slow = f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"

@@ -47,8 +47,14 @@ class Config(Section):
 
     @property
     def caches_mb(self) -> int:
-        """What the key-value caches of all engines take of a machine's memory; 0 where GPUs hold them."""
-        return self.rollout.workers * self.rollout.kv_cache_mb if self.run.device == "cpu" else 0
+        """What the key-value caches of all engines take of a machine's memory; 0 where GPUs or servers hold them."""
+        is_here = self.run.device == "cpu" and not self.rollout.servers
+        return self.rollout.workers * self.rollout.kv_cache_mb if is_here else 0
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that the run reserves for an engine; 0 on a CPU, and for a server."""
+        return self.rollout.tensor_parallel if self.run.device == "cuda" and not self.rollout.servers else 0
 
     @property
     def compute_dtype(self) -> str:

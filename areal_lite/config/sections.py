@@ -168,6 +168,11 @@ class RolloutConfig(Section):
 
     workers: int = Field(1, ge=1)
     """rollout workers, one engine each"""
+    servers: tuple[str, ...] = ()
+    """addresses of running vLLM servers, one for each worker, whose engines the run uses; empty = each worker starts an
+    engine; see docs/models.md"""
+    server_key_env: str | None = None
+    """name of the environment variable with the servers' API key; null for servers that ask for none"""
     interrupt: Literal["recompute", "keep_kv", "drain"] = "recompute"
     """at a weight update, running samples are prefilled again (recompute), keep their cache (keep_kv), or finish
     first (drain)"""
@@ -206,7 +211,7 @@ class RolloutConfig(Section):
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs of one engine; processes on a cpu"""
+    """GPUs of one engine, a server's too; processes on a cpu"""
     kv_cache_mb: int = Field(256, ge=16)
     """key-value cache of one engine in MiB (cpu)"""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)

@@ -46,9 +46,9 @@ _FREE_ON_RESUME = {
     *(f"launch.{name}" for name in LaunchConfig.model_fields),
     *(f"weights.{name}" for name in WeightsConfig.model_fields),
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
-    "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.max_message_mb", "verifier.timeout_s",
-    "verifier.processes", "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens",
-    "trainer.packing",
+    "rollout.tensor_parallel", "rollout.servers", "rollout.server_key_env", "queue.lease_timeout_s",
+    "queue.max_message_mb", "verifier.timeout_s", "verifier.processes", "verifier.workers", "trainer.ranks",
+    "trainer.threads", "trainer.micro_batch_tokens", "trainer.packing",
     *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
     "trainer.activation_checkpointing", "trainer.epochs",
 }  # fmt: skip

@@ -1,6 +1,9 @@
 """A recipe's engine settings in vLLM's terms; vLLM is not imported here."""
 
+import json
+import shlex
 from typing import Any
+from urllib.parse import urlsplit
 
 from areal_lite.config.recipe import Config
 
@@ -60,3 +63,36 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
         **({"enable_prefix_caching": False} if config.rollout.interrupt == "keep_kv" else {}),
         **where,
     }
+
+
+def server_arguments(config: Config, model_folder: str) -> dict[str, Any]:
+    """Return the options of a vLLM server that can take the place of the recipe's own engine."""
+    of_actors = ("distributed_executor_backend", "disable_log_stats", "enable_return_routed_experts")
+    own = own_arguments(config, model_folder)
+    return {
+        **{name: value for name, value in own.items() if name not in of_actors},
+        "weight_transfer_config": json.dumps({"backend": config.weights.transport}),
+        "enable_scale_out": True,
+    }
+
+
+def server_command(config: Config, model_folder: str, address: str) -> str:
+    """Return the line that starts such a server at an address such as `http://10.0.0.5:8000`."""
+    options = [option(name, value) for name, value in server_arguments(config, model_folder).items()]
+    place = urlsplit(address)
+    options += [f"--host {place.hostname} --port {place.port or 80}"]
+    options += [f'--api-key "${config.rollout.server_key_env}"'] if config.rollout.server_key_env else []
+    variables = "VLLM_SERVER_DEV_MODE=1" + (" TORCH_COMPILE_DISABLE=1" if config.run.device == "cpu" else "")
+    return f"{variables} python -m vllm.entrypoints.openai.api_server {' '.join(options)}"
+
+
+def option(name: str, value: Any) -> str:
+    """Return an argument of vLLM as an option of its server.
+
+    >>> option("enforce_eager", True), option("enable_chunked_prefill", False), option("dtype", "float32")
+    ('--enforce-eager', '--no-enable-chunked-prefill', '--dtype float32')
+    """
+    words = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{words}" if value else f"--no-{words}"
+    return f"--{words} {shlex.quote(str(value))}"

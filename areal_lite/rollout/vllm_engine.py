@@ -108,7 +108,7 @@ class VllmEngine:
         Raises:
             EngineError: The engine died, or returned something other than a finished completion.
         """
-        output = await self._final(prompt_ids, sampling_params(sampling))
+        output = await self._final(prompt_ids, sampling.fields)
         self.context_tokens += len(prompt_ids)
         self.cached_tokens += output.num_cached_tokens or 0
         completion = output.outputs[0]
@@ -142,9 +142,9 @@ class VllmEngine:
         Returns:
             [T] their log-probabilities, and the experts chosen, as `Sample.routes`; None if vLLM returns none.
         """
-        params = _request(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        fields = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         tokens = [*map(int, prompt_ids), *map(int, output_ids)]
-        output = await self._final(tokens, params)
+        output = await self._final(tokens, fields)
         start = len(prompt_ids)
         values = [output.prompt_logprobs[start + i][int(token)].logprob for i, token in enumerate(output_ids)]
         routes = output.outputs[0].routed_experts
@@ -210,8 +210,12 @@ class VllmEngine:
         Raises:
             EngineError: It died.
         """
-        if self._llm.errored:
+        if self._has_died:
             raise self._died()
+
+    @property
+    def _has_died(self) -> bool:
+        return bool(self._llm.errored)
 
     async def close(self) -> None:
         """Stop the engine core; idempotent.
@@ -228,8 +232,9 @@ class VllmEngine:
             # Its `__del__` calls this again, perhaps at interpreter exit, when its module is gone.
             self._llm.shutdown = lambda: None
 
-    async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
-        request_id = str(next(self._request_numbers))
+    async def _final(self, prompt_ids: Sequence[int], fields: dict[str, Any]) -> Any:
+        """Return vLLM's output of a request, given fields of `SamplingParams`."""
+        request_id, params = str(next(self._request_numbers)), request_params(fields)
         final = None
         try:
             prompt = {"prompt_token_ids": list(prompt_ids)}
@@ -251,7 +256,7 @@ class VllmEngine:
                     self.raise_if_dead()
         finally:
             task.cancel()
-        if task.exception() is not None and self._llm.errored:
+        if task.exception() is not None and self._has_died:
             raise self._died() from task.exception()  # of many kinds
         return task.result()
 
@@ -327,27 +332,12 @@ def _argument_mistakes(config: Config) -> Iterable[str]:
                 continue  # pydantic cannot resolve vLLM's annotation: vLLM checks the value when it starts
 
 
-def sampling_params(sampling: Sampling) -> Any:
-    """Return vLLM's parameters of a request."""
-    return _request(
-        max_tokens=sampling.max_new_tokens,
-        # Not `min_tokens`, which forbids the end token: the log-probabilities would be those of another policy.
-        ignore_eos=sampling.ignore_end,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        logprobs=0,
-        stop=list(sampling.stop),
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
-        skip_clone=True,  # made for this one request
-    )
-
-
-def _request(**arguments: Any) -> Any:
+def request_params(fields: dict[str, Any]) -> Any:
+    """Return vLLM's parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True, **fields)
 
 
 def _set_environment(config: Config, errors: EngineErrors) -> None:

@@ -102,7 +102,8 @@ def peak_gib(figures: Mapping[str, Any]) -> float:
 def need_gib(config: Config, figures: Mapping[str, Any]) -> float:
     """Return the GiB of all processes of a run on one machine without GPUs, each at its peak."""
     rank, engine, others = peak_gib(figures), sum(figures["engine"].values()), sum(figures["other processes"].values())
-    return float(config.trainer.ranks * rank + config.rollout.workers * engine + others)
+    num_engines = 0 if config.rollout.servers else config.rollout.workers
+    return float(config.trainer.ranks * rank + num_engines * engine + others)
 
 
 def need_in_words(config: Config, figures: Mapping[str, Any]) -> str:
@@ -152,7 +153,7 @@ def find_problems(config: Config, figures: Mapping[str, Any]) -> Iterator[str]:
     if peak > limit:
         to_do = _shrink_rank(config, figures["trainer rank"], peak=peak, limit=limit)
         yield f"A trainer rank does not fit: it needs {peak:.1f} of {limit:.1f} GiB on {figures['gpu']}. Fix: {to_do}."
-    if figures["kv_tokens"] < context:
+    if figures["kv_tokens"] < context and not rollout.servers:
         yield (
             f"An engine does not fit: {max(0.0, engine['KV cache']):.1f} GiB are left for the KV cache, "
             f"{figures['kv_tokens']:,} tokens, but a sample may have model.max_context={context}. "

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -19,7 +20,7 @@ from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueErr
 from areal_lite.events import clock_variables
 from areal_lite.launch.run.placement import Placement
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
-from areal_lite.network import interface_of, listens, local_address
+from areal_lite.network import address_towards, interface_of, listens, local_address
 
 _RETRY_S = 1.0
 """Between looks at the cluster while a run waits for GPUs."""
@@ -116,7 +117,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
         calls_at_once = 1000
     if isinstance(config, Config):
         if kind == "rollout":
-            gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
+            gpus, threads = config.engine_gpus, config.rollout.threads
         if config.weights.transport == "ipc":  # an engine and its rank share one
             gpus /= 2
     environment = {"TOKENIZERS_PARALLELISM": "false"} | clock_variables()
@@ -231,15 +232,20 @@ def _nodes() -> list[Node]:
 
 
 def with_network(config: Config | OfflineConfig) -> Config | OfflineConfig:
-    """Set `run.network`: none on one node, which uses loopback; on several the recipe's, or the route to Ray's head.
+    """Set `run.network`: the recipe's, or the route to Ray's head or a server; none on one node, which uses loopback.
 
     Raises:
         ConfigError: Other nodes could not reach the sockets of this one.
     """
-    if sum(node["Alive"] for node in ray.nodes()) < 2:
-        return config.model_copy(update={"run": config.run.model_copy(update={"network": None})})
-    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
-    config = config.model_copy(update={"run": config.run.model_copy(update={"network": config.run.network or head})})
+    servers = config.rollout.servers if isinstance(config, Config) else ()
+    hosts = [urlsplit(server).hostname or "" for server in servers]
+    peer = next((host for host in hosts if not address_towards(host).startswith("127.")), None)
+    if sum(node["Alive"] for node in ray.nodes()) > 1:
+        peer = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    network = (config.run.network or peer) if peer else None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"network": network})})
+    if network is None:
+        return config
     if (address := local_address(config.run.network)).startswith("127."):
         raise ConfigError(
             f"with several nodes each must have an address that the others reach, got {address} on this one, where the "

@@ -51,9 +51,10 @@ def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bo
     """
     on_gpu = config.run.device == "cuda"
     ranks: list[tuple[str, ...]] = [(f"trainer/{index}",) for index in range(config.trainer.ranks)]
-    engines, others, engine_size = list[tuple[str, ...]](), list[Bundle](), 1
+    engines, others, engine_size = list[tuple[str, ...]](), list[Bundle](), 0
     if isinstance(config, Config):
-        engine_size = config.rollout.tensor_parallel * (1 if on_gpu else config.rollout.threads)
+        if not config.rollout.servers:  # a worker of theirs takes neither a GPU nor cores
+            engine_size = config.rollout.tensor_parallel * (1 if on_gpu else config.rollout.threads)
         engines = [(f"rollout/{index}",) for index in range(config.rollout.workers)]
         if config.weights.transport == "ipc":  # an engine sees the weights of a rank on its own GPU alone
             pairs = [rank + engine for rank, engine in zip(ranks, engines, strict=False)]
@@ -84,7 +85,7 @@ def place_for(lane: str, config: Config, nodes: Sequence[Node], *, lanes_at: Map
     Args:
         lanes_at: Number of the run's processes by node id; without GPUs, the node with most cores left wins.
     """
-    gpus = config.rollout.tensor_parallel if config.run.device == "cuda" and lane.startswith("rollout") else 0
+    gpus = config.engine_gpus if lane.startswith("rollout") else 0
     space = [node.free_gpus if gpus else node.cores - lanes_at.get(node.key, 0) for node in nodes]
     working = [number for number, node in enumerate(nodes) if gpus or node.cores] or [0]
     (index,) = _nodes_for(1, gpus or 1, [space[number] for number in working], together=False, crowded=not gpus)

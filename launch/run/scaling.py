@@ -43,10 +43,14 @@ def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> No
         StallError: The run did not pick it up; the request is withdrawn.
     """
     config = RunFolder(folder).recipe()
-    if not isinstance(config, Config) or (config.weights.transport == "ipc" and Role.ROLLOUT in counts):
+    found = "no workers"
+    if isinstance(config, Config):
+        shared = "weights.transport=ipc" if config.weights.transport == "ipc" else ""
+        found = ("rollout.servers" if config.rollout.servers else shared) if Role.ROLLOUT in counts else ""
+    if found:
         raise ConfigError(
             f"{folder} must be the run of a recipe with rollout workers on GPUs of their own, to have more or fewer: "
-            f"got command: {config.command}, {'weights.transport=ipc' if isinstance(config, Config) else 'no workers'}"
+            f"got command: {config.command}, {found}"
         )
     path, until = folder / "scale.json", time.monotonic() + timeout_s
     write_whole(path, _REQUEST.dump_json(dict(counts)).decode())

@@ -23,6 +23,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.main import main
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
+SERVER = "http://10.0.0.5:8000"
 IPC = {"run": {"device": "cuda"}, "weights": {"transport": "ipc"}}
 
 
@@ -261,6 +262,16 @@ COMBINATIONS = [
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
     ({**IPC, "rollout": {"tensor_parallel": 2}}, ["shares the one GPU of a rank, got rollout.tensor_parallel=2"]),
+    ({**IPC, "rollout": {"servers": [SERVER]}}, ["weights.transport=ipc is for", "got rollout.servers: set nccl"]),
+    ({"rollout": {"servers": ["10.0.0.5:8000"]}}, ["rollout.servers must be addresses", "got '10.0.0.5:8000'"]),
+    ({"rollout": {"servers": [SERVER], "workers": 2}}, ["a server for each worker", "rollout.workers=2: set as many"]),
+    ({"rollout": {"servers": [SERVER, SERVER], "workers": 2}}, ["a server for each worker", "each server once"]),
+    ({"rollout": {"servers": [SERVER], "threads": 2}}, ["rollout.threads=2 is not read with rollout.servers"]),
+    (
+        {**GPU, "rollout": {"servers": [SERVER], "replay_routes": True}},
+        ["replay_routes=True is not read with", "false"],
+    ),
+    ({"rollout": {"server_key_env": "KEY"}}, ["rollout.server_key_env=KEY is not read without rollout.servers"]),
     ({**IPC, "rollout": {"workers": 2}}, ["one GPU of a rank, got", "rollout.workers=2 and trainer.ranks=1", "raise"]),
 ]
 
@@ -362,6 +373,9 @@ def test_more_gpus_than_there_are_is_an_error(
     raw |= {"rollout": {"workers": workers, "tensor_parallel": tensor_parallel}, "trainer": {"ranks": ranks}}
     config = parse_config(raw)
     assert check_resources(config, num_cores=1, num_gpus=needed) == ""
+    if transport == "nccl":  # those of servers are elsewhere
+        served = {**raw["rollout"], "servers": [f"{SERVER}{index}" for index in range(workers)]}
+        assert check_resources(parse_config(raw | {"rollout": served}), num_cores=1, num_gpus=ranks) == ""
     with pytest.raises(ConfigError, match=rf"needs {needed} GPUs \(.*\), got {needed - 1}: lower them"):
         check_resources(config, num_cores=1, num_gpus=needed - 1)
 
