@@ -17,11 +17,18 @@ def engine_environment(config: Config) -> dict[str, str]:
     if config.run.device == "cpu":
         # Otherwise vLLM 0.32 replaces "uni" by a further process, which spins on a core.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
+    return environment | _of_cpu(config) | config.run.given_env
+
+
+def _of_cpu(config: Config) -> dict[str, str]:
+    if config.run.device != "cpu":
+        return {}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.rollout.threads),
         # Log-probabilities would be compiled, which takes seconds and needs a C++ compiler.
-        environment["TORCH_COMPILE_DISABLE"] = "1"
-    return environment | config.run.given_env
+        "TORCH_COMPILE_DISABLE": "1",
+    }
 
 
 def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
@@ -82,8 +89,8 @@ def server_command(config: Config, model_folder: str, address: str) -> str:
     place = urlsplit(address)
     options += [f"--host {place.hostname} --port {place.port or 80}"]
     options += [f'--api-key "${config.rollout.server_key_env}"'] if config.rollout.server_key_env else []
-    variables = "VLLM_SERVER_DEV_MODE=1" + (" TORCH_COMPILE_DISABLE=1" if config.run.device == "cpu" else "")
-    return f"{variables} python -m vllm.entrypoints.openai.api_server {' '.join(options)}"
+    variables = [f"{name}={value}" for name, value in ({"VLLM_SERVER_DEV_MODE": "1"} | _of_cpu(config)).items()]
+    return " ".join([*variables, "python -m vllm.entrypoints.openai.api_server", *options])
 
 
 def option(name: str, value: Any) -> str:

@@ -74,8 +74,8 @@ class ServerEngine(VllmEngine):
             server,
             headers={"Authorization": f"Bearer {os.environ[variable]}"} if variable else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S),
-            # uvicorn closes a connection that was idle for 5 s: the next request must not meet it.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            # uvicorn closes a connection that was idle for 5 s, or that met an error: no other request must meet it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         engine = cls(http, server, tokenizer=tokenizer, text_of=text_of)
         try:
@@ -215,9 +215,11 @@ class ServerEngine(VllmEngine):
                 f"{server_command(config, model_folder, self._server)}"
             )
         await self._pause("abort")
-        for call in ("update_weights", "finish_weight_update"):  # of a worker that died: the first closes or completes
-            with contextlib.suppress(EngineError):
-                await self.weights_call(call)
+        if (await self._ask("/weight_info", method="GET"))["weight_version"] != "default":
+            # An update that a worker left open when it died: the first call fails and closes it, or the second does.
+            for call in ("update_weights", "finish_weight_update"):
+                with contextlib.suppress(EngineError):
+                    await self.weights_call(call)
         await self.resume()
         await self.stamp(0)
         await self.generate([self.tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))

@@ -71,7 +71,7 @@ def killed_and_started_again(server: Server, folder: RunFolder) -> Iterator[None
 def test_a_server_that_dies_and_comes_back_trains_to_the_end_within_the_bound(loop_folder: Path) -> None:
     """Its tokens have the versions that the run stamped; its death is named, and its initial weights are replaced.
 
-    Seen failing with versions as the server's own request counts them, and without closing a dead worker's update.
+    Seen failing with stamps that stop at version 2.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -94,7 +94,9 @@ def test_a_server_that_dies_and_comes_back_trains_to_the_end_within_the_bound(lo
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert summary["age_max_trained"] <= 1
     assert conserved(summary["ledger"])
-    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
+    parity = [row["parity_max_abs_logprob_diff"] for row in rows if "parity_max_abs_logprob_diff" in row]
+    assert len(parity) >= STEPS - 2  # a step whose server died has none
+    assert max(parity) < PARITY
     (lost,) = [event["reason"] for event in events if event["kind"] == "lost"]
     assert f"the vLLM server at {address} " in lost
     made = [

@@ -29,7 +29,7 @@ class FakeServer:
     """Answers every path as vLLM does; `status` has other answers by path, `settings` other settings by name."""
 
     def __init__(self, *, status: dict[str, int], settings: dict[str, Any]) -> None:
-        self.stamped, self.calls, self._status = "default", list[str](), status
+        self.stamped, self.calls, self._status = "another run/5", list[str](), status
         self._config = {key: {name: settings.get(name, value) for name, value in section.items()}
                         for key, section in SETTINGS.items()}  # fmt: skip
 
@@ -46,7 +46,7 @@ class FakeServer:
         content = {"content": [{"token_id": 1, "logprob": -0.5}]}
         choice = {"token_ids": [1], "finish_reason": "stop", "stop_reason": None, "logprobs": content}
         choices = {"choices": [choice | {"weight_versions": [span]}], "prompt_logprobs": None}
-        return web.json_response({"vllm_config": self._config, **choices})
+        return web.json_response({"vllm_config": self._config, "weight_version": self.stamped, **choices})
 
 
 async def connected(folder: Path, *, wait_s: float = 0.5, serves: bool = True, **answers: Any) -> Any:
@@ -83,7 +83,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokens_of_a_server_that_was_restarted_are_refused(model: Path) -> None:
-    """An open update of a worker that died is closed first. Seen failing with a stamp of digits alone."""
+    """An open update of a worker that died is closed first.
+
+    Seen failing with the initial version taken for the last one stamped, and without closing an update.
+    """
     sample, error, calls = asyncio.run(connected(model))
     assert [(span.version, span.start, span.end) for span in sample.spans] == [(3, 0, 1)]
     assert "must serve this run alone" in error
