@@ -32,7 +32,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-TYPED = re.compile(r"(\w+=\S+ |\.venv/bin/)?(areal-lite|make|pip|python|eval|for \w+ in) ")
+TYPED = re.compile(r"((\w+=\S+ +)*|\.venv/bin/)(areal-lite|make|pip|python|eval|for \w+ in) ")
 SHOWN = ("╭─", "control plane", "outstanding <", "waiting ─►", "admitted =", "verifier worker ──", "loss =", "<tool>")
 """First characters of blocks that are not commands: pictures, formulas, a conversation."""
 COMMAND = re.compile(r"areal-lite ((?:[a-z][a-z-]*)(?: [^`\n#]*)?)")

@@ -1,6 +1,7 @@
 """Tables of measurements show what their JSON files hold, and what measures them again is written down."""
 
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,16 @@ from pages import tables as load_tables
 from places import DOCS
 
 from areal_lite import node
+
+
+class Interrupted(subprocess.Popen[bytes]):
+    """A process; the first `wait` for a command meets Ctrl-C."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if "bash" in self.args and not hasattr(self, "was_asked"):
+            self.was_asked = True
+            raise KeyboardInterrupt
+        return super().wait(timeout)
 
 
 @pytest.fixture
@@ -86,7 +97,8 @@ def test_what_is_stale_is_measured_until_it_is_fresh(
     assert lines[1].startswith("queue: NOT measured, ")
     assert lines[1].endswith(" minutes. Left: memory")
     assert [path.name for path in (folder / "memory").iterdir()] == ["whole"]
-    commands["queue"] = "kill -INT $PPID; sleep 0.5; touch ended"
+    commands["queue"] = "sleep 0.5; touch ended"
+    monkeypatch.setattr(figures.subprocess, "Popen", Interrupted)
     assert figures.main(["measure", "queue", "memory"]) == 130
     assert (tmp_path / "ended").is_file()
     assert "stopped in queue; repeat the command to go on. Left: queue, memory" in capfd.readouterr().out
