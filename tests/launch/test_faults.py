@@ -94,7 +94,9 @@ def check_books(run: UserRun, *, total: int) -> None:
 @pytest.fixture(scope="module")
 def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
     """A run of many steps, after Ctrl-C in its first steps."""
-    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 20, "report": True}) as run:
+    settings = {"steps": TOTAL, "stall_timeout_s": 20, "report": True}
+    slow = {"function": f"{SUPPORT / 'loop_verifiers.py'}:takes_its_time", "processes": 2}  # others need the processors
+    with start(loop_folder, "interrupted", run=settings, verifier=slow) as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
         run.exit_code()
