@@ -64,7 +64,8 @@ def address_towards(peer: str) -> str:
         try:
             probe.connect((peer, 9))  # on a datagram socket this only looks up the route
         except OSError as error:
-            here, to_do = socket.gethostname(), "set run.network to a subnet or interface that all nodes share"
+            here = socket.gethostname()
+            to_do = "correct that address, or set run.network to a subnet or interface that all nodes share"
             raise ConfigError(f"{here} must have a route to {peer}, got {error}: {to_do}") from error
         return str(probe.getsockname()[0])
 

@@ -133,10 +133,7 @@ def _server_problems(config: "Config") -> Iterable[str]:
     if not (servers := rollout.servers):
         yield from rollout.unread(["server_key_env"], "without rollout.servers", at="rollout.")
         return
-    because, own = "with rollout.servers", ("threads", "kv_cache_mb", "gpu_memory_fraction", "engine_arguments")
-    to_do = "leave it out, and start the server with such an option"
-    yield from rollout.unread(own, because, at="rollout.", to_do=to_do)
-    yield from rollout.unread(["replay_routes"], because, at="rollout.", to_do="set it to false")
+    yield from rollout.unread(["replay_routes"], "with rollout.servers", at="rollout.", to_do="set it to false")
     if wrong := [server for server in servers if not re.fullmatch(r"https?://[\w.-]+(:\d+)?", server)]:
         yield f"rollout.servers must be addresses such as http://10.0.0.5:8000, got {wrong[0]!r}: correct it"
     if len(set(servers)) < len(servers) or rollout.workers != len(servers):

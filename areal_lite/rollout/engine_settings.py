@@ -75,10 +75,10 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
 def server_arguments(config: Config, model_folder: str) -> dict[str, Any]:
     """Return the options of a vLLM server that can take the place of the recipe's own engine."""
     of_actors = ("distributed_executor_backend", "disable_log_stats", "enable_return_routed_experts")
-    own = own_arguments(config, model_folder)
+    own = engine_arguments(config, model_folder=model_folder)
     return {
         **{name: value for name, value in own.items() if name not in of_actors},
-        "weight_transfer_config": json.dumps({"backend": config.weights.transport}),
+        "weight_transfer_config": {"backend": config.weights.transport},
         "enable_scale_out": True,
     }
 
@@ -87,7 +87,7 @@ def server_command(config: Config, model_folder: str, address: str) -> str:
     """Return the line that starts such a server at an address such as `http://10.0.0.5:8000`."""
     options = [option(name, value) for name, value in server_arguments(config, model_folder).items()]
     place = urlsplit(address)
-    options += [f"--host {place.hostname} --port {place.port or 80}"]
+    options += [f"--host {place.hostname} --port {place.port or (443 if place.scheme == 'https' else 80)}"]
     options += [f'--api-key "${config.rollout.server_key_env}"'] if config.rollout.server_key_env else []
     variables = [f"{name}={value}" for name, value in ({"VLLM_SERVER_DEV_MODE": "1"} | _of_cpu(config)).items()]
     return " ".join([*variables, "python -m vllm.entrypoints.openai.api_server", *options])
@@ -102,4 +102,4 @@ def option(name: str, value: Any) -> str:
     words = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{words}" if value else f"--no-{words}"
-    return f"--{words} {shlex.quote(str(value))}"
+    return f"--{words} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"

@@ -33,11 +33,12 @@ _COUNTERS = ("vllm:generation_tokens_total", "vllm:prefix_cache_hits_total")
 _SECTIONS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
 """Of what a server says about itself, with the settings that are compared:"""
 _COMPARED = (
-    "dtype", "max_model_len", "logprobs_mode", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-    "worker_extension_cls", "enable_prefix_caching", "enable_chunked_prefill", "weight_transfer_config",
+    "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "tensor_parallel_size", "pipeline_parallel_size",
+    "data_parallel_size", "worker_extension_cls", "enable_prefix_caching", "enable_chunked_prefill",
+    "weight_transfer_config",
 )  # fmt: skip
 _FIXES = {
-    401: "set rollout.server_key_env to the name of the variable with the server's --api-key",
+    401: "set rollout.server_key_env to the name of the variable that holds the server's --api-key",
     403: "start the server with --enable-scale-out",
     404: "start the server with the environment variable VLLM_SERVER_DEV_MODE=1",
 }
@@ -47,9 +48,10 @@ class ServerEngine(VllmEngine):
     """A vLLM server with exact version stamps, pause and resume, and weight transfer."""
 
     def __init__(self, http: Any, server: str, **parts: Any) -> None:
-        super().__init__(None, progress=None, errors=EngineErrors(), is_on_cpu=False, **parts)
+        counts = SimpleNamespace(tokens=0, cached=0)
+        super().__init__(None, progress=counts, errors=EngineErrors(), is_on_cpu=False, **parts)
         self._http, self._server, self._name = http, server, secrets.token_hex(4)
-        self._gone, self._counts, self._counts_before = "", [0, 0], [0, 0]
+        self._gone = ""
         self._order = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
@@ -87,11 +89,6 @@ class ServerEngine(VllmEngine):
         engine._watching = asyncio.create_task(engine._watch())
         return engine
 
-    @property
-    def tokens_generated(self) -> int:
-        """Output tokens since the start or the last `reset`, as of the last look."""
-        return max(0, self._counts[0] - self._counts_before[0])
-
     async def pause(self, interrupt: Interrupt) -> None:
         """Stop generating, as `VllmEngine.pause` does."""
         await self._pause("wait" if interrupt == "drain" else "keep", clear_cache=interrupt != "keep_kv")
@@ -103,7 +100,7 @@ class ServerEngine(VllmEngine):
     async def reset(self) -> None:
         """End every request, drop every cache and the token count, and stay paused; weights and version are kept."""
         await self._pause("abort")
-        self._counts_before = self._counts
+        self._tokens_before = self._progress.tokens
 
     async def stamp(self, version: int) -> None:
         """Have the server label every token from now on with this version (invariant I3)."""
@@ -154,8 +151,8 @@ class ServerEngine(VllmEngine):
         if name == self._name and version.isdecimal():
             return int(version)
         self._gone = (
-            f"the vLLM server at {self._server} must serve this run alone: expected tokens of a version that the run "
-            f"stamped, got {span['version']!r}: it was restarted, or another run has stamped it"
+            f"the vLLM server at {self._server} must serve this worker alone, expected tokens of a version that it "
+            f"stamped, got {span['version']!r}. The server was restarted, or another worker or run has stamped it"
         )
         raise self._died()
 
@@ -186,13 +183,13 @@ class ServerEngine(VllmEngine):
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                async with asyncio.timeout(_SILENT_S):
+                async with asyncio.timeout(max(0.1, min(_SILENT_S, deadline - time.monotonic()))):
                     await self._ask("/health", method="GET")
-            except (EngineError, TimeoutError) as error:
+            except (EngineError, ValueError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"a vLLM server must answer at {self._server} within {wait_s:g} s (a share of "
-                        f"run.start_timeout_s), got {error!s:.200}. Fix: start it: {command}"
+                        f"run.start_timeout_s), got {str(error) or 'no answer':.200}. Fix: start it: {command}"
                     ) from error
                 await asyncio.sleep(_POLL_S)
             else:
@@ -200,11 +197,14 @@ class ServerEngine(VllmEngine):
                 return
 
     async def _check(self, config: Config, model_folder: str) -> None:
-        """Compare the server's settings with the recipe's, end what others left there, and have it generate."""
+        """Compare the server's settings with the recipe's, and have a new server generate.
+
+        One that others have used stays paused until the first publication: its weights may be half of an update.
+        """
         known = (await self._ask("/server_info?config_format=json", method="GET"))["vllm_config"]
         found = {name: value for section in _SECTIONS for name, value in known[section].items()}
         found["dtype"] = found["dtype"].removeprefix("torch.")
-        found["weight_transfer_config"] = json.dumps(known["weight_transfer_config"])
+        found["weight_transfer_config"] = known["weight_transfer_config"]
         wanted = server_arguments(config, model_folder)
         wrong = [name for name in _COMPARED if name in wanted and not _fits(name, found[name], wanted[name])]
         if wrong:
@@ -215,17 +215,19 @@ class ServerEngine(VllmEngine):
                 f"{server_command(config, model_folder, self._server)}"
             )
         await self._pause("abort")
-        if (await self._ask("/weight_info", method="GET"))["weight_version"] != "default":
-            # An update that a worker left open when it died: the first call fails and closes it, or the second does.
-            for call in ("update_weights", "finish_weight_update"):
-                with contextlib.suppress(EngineError):
-                    await self.weights_call(call)
-        await self.resume()
-        await self.stamp(0)
-        await self.generate([self.tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
+        is_new = (await self._ask("/weight_info", method="GET"))["weight_version"] == "default"
+        if is_new:
+            await self.resume()
+            await self.stamp(0)
+            await self.generate([self.tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
+        # An update that a worker left open when it died: the first call fails and closes it, or the second does.
+        for call in () if is_new else ("update_weights", "finish_weight_update"):
+            with contextlib.suppress(EngineError):
+                await self.weights_call(call)
         await self.stamp(-1)  # which no sample may have: tokens from before the first publication are refused
-        self._counts = self._counts_before = await self._count()
-        if not self._counts[0]:
+        self._progress.tokens, self._progress.cached = await self._count()
+        self._tokens_before = self._progress.tokens
+        if not self._tokens_before:
             raise EngineError(
                 f"the vLLM server at {self._server} must count its tokens, got none in /metrics. Fix: start it without "
                 "--disable-log-stats"
@@ -241,12 +243,15 @@ class ServerEngine(VllmEngine):
         while not self._gone:
             try:
                 async with asyncio.timeout(_SILENT_S):
-                    self._counts = await self._count()
-                self.cached_tokens = self._counts[1] - self._counts_before[1]
-            except (EngineError, TimeoutError) as error:
+                    self._progress.tokens, cached = await self._count()
+                self.cached_tokens += cached - self._progress.cached
+                self._progress.cached = cached
+            except (EngineError, ValueError, TimeoutError) as error:
                 self._gone = self._gone or f"the vLLM server at {self._server} does not answer: {error!r:.300}"
             await asyncio.sleep(_POLL_S)
 
 
 def _fits(name: str, found: Any, wanted: Any) -> bool:
-    return bool(found >= wanted) if name == "max_model_len" else bool(found == wanted)
+    if name == "weight_transfer_config":
+        return found is not None and bool(found["backend"] == wanted["backend"])
+    return bool(found >= wanted) if name in ("max_model_len", "max_num_seqs") else bool(found == wanted)

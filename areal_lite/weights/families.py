@@ -29,8 +29,11 @@ _OTHERS = "parameters with other names in the engine"
 class ParameterSquares:
     """Mixed into vLLM's workers (`worker_extension_cls`)."""
 
-    def parameter_squares(self: Any) -> tuple[dict[str, int], Fused]:
-        """Return the fingerprint of this process's part of each parameter, and what vLLM has fused."""
+    def parameter_squares(self: Any) -> list[Any]:
+        """Return the fingerprint of this process's part of each parameter, and what vLLM has fused.
+
+        A list of two, as a server's `/collective_rpc` returns nothing else as it is.
+        """
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -55,7 +58,7 @@ class ParameterSquares:
             f"{name}.quantised" if name in narrow else name: sum(int(bit_squares(part)) for part in tensors) % 2**64
             for name, tensors in parts.items()
         }
-        return sums, dict(getattr(model, "packed_modules_mapping", {}))
+        return [sums, dict(getattr(model, "packed_modules_mapping", {}))]
 
 
 def bit_squares(value: "Tensor") -> "Tensor":

@@ -238,11 +238,13 @@ def with_network(config: Config | OfflineConfig) -> Config | OfflineConfig:
         ConfigError: Other nodes could not reach the sockets of this one.
     """
     servers = config.rollout.servers if isinstance(config, Config) else ()
-    hosts = [urlsplit(server).hostname or "" for server in servers]
-    peer = next((host for host in hosts if not address_towards(host).startswith("127.")), None)
-    if sum(node["Alive"] for node in ray.nodes()) > 1:
-        peer = ray.get_runtime_context().gcs_address.rpartition(":")[0]
-    network = (config.run.network or peer) if peer else None
+    is_alone = sum(node["Alive"] for node in ray.nodes()) < 2
+    network = config.run.network if servers or not is_alone else None
+    if network is None and servers:
+        hosts = [urlsplit(server).hostname or "" for server in servers]
+        network = next((host for host in hosts if not address_towards(host).startswith("127.")), None)
+    if network is None and not is_alone:
+        network = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     config = config.model_copy(update={"run": config.run.model_copy(update={"network": network})})
     if network is None:
         return config

@@ -266,7 +266,6 @@ COMBINATIONS = [
     ({"rollout": {"servers": ["10.0.0.5:8000"]}}, ["rollout.servers must be addresses", "got '10.0.0.5:8000'"]),
     ({"rollout": {"servers": [SERVER], "workers": 2}}, ["a server for each worker", "rollout.workers=2: set as many"]),
     ({"rollout": {"servers": [SERVER, SERVER], "workers": 2}}, ["a server for each worker", "each server once"]),
-    ({"rollout": {"servers": [SERVER], "threads": 2}}, ["rollout.threads=2 is not read with rollout.servers"]),
     (
         {**GPU, "rollout": {"servers": [SERVER], "replay_routes": True}},
         ["replay_routes=True is not read with", "false"],

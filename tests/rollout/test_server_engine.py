@@ -20,7 +20,7 @@ SETTINGS = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
         "worker_extension_cls": "areal_lite.weights.families.ParameterSquares",
     },
-    "scheduler_config": {"enable_chunked_prefill": False},
+    "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 64},
     "weight_transfer_config": {"backend": "gloo"},
 }  # fmt: skip
 
@@ -28,8 +28,8 @@ SETTINGS = {
 class FakeServer:
     """Answers every path as vLLM does; `status` has other answers by path, `settings` other settings by name."""
 
-    def __init__(self, *, status: dict[str, int], settings: dict[str, Any]) -> None:
-        self.stamped, self.calls, self._status = "another run/5", list[str](), status
+    def __init__(self, *, stamped: str, status: dict[str, int], settings: dict[str, Any]) -> None:
+        self.stamped, self.calls, self._status = stamped, list[str](), status
         self._config = {key: {name: settings.get(name, value) for name, value in section.items()}
                         for key, section in SETTINGS.items()}  # fmt: skip
 
@@ -51,7 +51,11 @@ class FakeServer:
 
 async def connected(folder: Path, *, wait_s: float = 0.5, serves: bool = True, **answers: Any) -> Any:
     """Connect to a fake server, and generate at version 3 before and after it is restarted."""
-    fake = FakeServer(status=answers.get("status", {}), settings=answers.get("settings", {}))
+    fake = FakeServer(
+        stamped=answers.get("stamped", "default"),
+        status=answers.get("status", {}),
+        settings=answers.get("settings", {}),
+    )
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.answer)
     runner = web.AppRunner(app)
@@ -87,11 +91,12 @@ def test_tokens_of_a_server_that_was_restarted_are_refused(model: Path) -> None:
 
     Seen failing with the initial version taken for the last one stamped, and without closing an update.
     """
-    sample, error, calls = asyncio.run(connected(model))
+    sample, error, calls = asyncio.run(connected(model, stamped="another run/5"))
     assert [(span.version, span.start, span.end) for span in sample.spans] == [(3, 0, 1)]
-    assert "must serve this run alone" in error
-    assert "got 'default': it was restarted" in error
-    assert calls.index("/update_weights") < calls.index("/finish_weight_update") < calls.index("/resume")
+    assert "must serve this worker alone" in error
+    assert "got 'default'. The server was restarted" in error
+    assert calls.index("/update_weights") < calls.index("/finish_weight_update") < calls.index("/inference/v1/generate")
+    assert "/resume" not in calls  # before weights have come
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_tokens_of_a_server_that_was_restarted_are_refused(model: Path) -> None:
         ({"status": {"/inference/v1/generate": 401}}, ["got 401", "set rollout.server_key_env"]),
         ({"variable": "NO_SUCH_KEY"}, ["must name a set variable, got NO_SUCH_KEY: export it"]),
         ({"settings": {"max_model_len": 64}}, ["--max-model-len 512", "got max_model_len=64"]),
+        ({"settings": {"max_num_seqs": 8}}, ["--max-num-seqs 64", "got max_num_seqs=8"]),
         (
             {"settings": {"logprobs_mode": "raw_logprobs", "dtype": "torch.bfloat16", "tensor_parallel_size": 2}},
             ["--dtype float32 --logprobs-mode processed_logprobs --tensor-parallel-size 1, got dtype=bfloat16, "],
