@@ -64,7 +64,7 @@ def measure(name: str) -> bool:
     out = HERE.parent / f"runs/figures/{source_hash()}/{folder}"
     print(f"{name}: {command}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    for config in out.glob("*/config.json"):  # a run that goes on after a pause would measure the pause
+    for config in out.glob("*/config.json"):  # a resumed run would count the pause as its own time
         if read_summary(config.parent).get("status") != "done":
             shutil.rmtree(config.parent)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
