@@ -193,11 +193,12 @@ def draw_presets(content: Row) -> None:
     """Draw held-out accuracy over steps, a line per preset."""
     with picture(HERE / "presets.svg", size=(7.5, 4.6), font=10) as (_, axes):
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        for run in content["runs"]:
+        for number, run in enumerate(content["runs"]):
             if curve := {int(step): value for step, value in run.get("curve", {}).items()}:
                 last = curve[max(curve)]
+                dash = "--" if number >= 10 else "-"  # colors come again after ten
                 label, style = f"{run['name']} {last:.3f}", {"linewidth": 1.6, "marker": "o", "markersize": 3}
-                axes.plot(list(curve), list(curve.values()), label=label, **style)
+                axes.plot(list(curve), list(curve.values()), dash, label=label, **style)
         axes.legend(frameon=False, fontsize=9)
         axes.set_xlabel("trainer step")
         axes.set_ylabel("held-out accuracy, greedy")
