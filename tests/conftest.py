@@ -108,6 +108,15 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def adopted_orphans() -> Iterator[None]:
+    """For tests of what a command leaves behind."""
+    from user_run import adopting_orphans
+
+    with adopting_orphans():
+        yield
+
+
 @pytest.fixture(scope="session")
 def loop_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the integration tests keep the model and data that they share."""

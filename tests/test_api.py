@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from loop_builders import loop_config
+from loop_builders import loop_config, write_recipe
 from pages import blocks
 
 import areal_lite
@@ -141,8 +140,7 @@ def test_the_page_runs_as_it_stands(
     Seen failing with `on_step` never called, and with its answer ignored.
     """
     monkeypatch.chdir(tmp_path)
-    config = loop_config(loop_folder, run={"log_samples": 4, "checkpoint_every": 0})
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
+    write_recipe(tmp_path / "tiny.yaml", loop_config(loop_folder, run={"log_samples": 4, "checkpoint_every": 0}))
     notebook: dict[str, Any] = {"__name__": "__main__"}
 
     async def type_all() -> None:

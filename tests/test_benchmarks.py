@@ -18,8 +18,7 @@ import peers_trl
 import pytest
 import ray
 import torch
-import yaml
-from loop_builders import loop_config
+from loop_builders import loop_config, write_recipe
 from places import ROOT
 from scripted_engine import ScriptedEngine
 from train_builders import save_tiny_model
@@ -60,9 +59,7 @@ def test_the_queue_carries_groups_by_every_carrier(tmp_path: Path) -> None:
 @pytest.mark.loop
 def test_a_rollout_worker_is_measured_beside_vllm_alone(ray_cluster: None, loop_folder: Path, tmp_path: Path) -> None:
     """A millisecond each. Seen failing where a measurement did not last until a token was counted."""
-    recipe = tmp_path / "tiny.yaml"
-    config = loop_config(loop_folder, run={}, weights={"transport": "gloo"})
-    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    recipe = write_recipe(tmp_path / "tiny.yaml", loop_config(loop_folder, run={}, weights={"transport": "gloo"}))
     words = [str(recipe), "rollout.max_new_tokens=64"]
     bench_rollout.main(words, repeats=1, seconds=0.001, warm=0.0, every=0.05, out=tmp_path)
     rows = shown(tmp_path, "rollout")

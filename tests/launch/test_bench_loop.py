@@ -2,34 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from loop_builders import loop_config
+from loop_builders import PARITY, loop_config, saved_step, write_recipe
 from test_faults import steps, typed
-from test_loop import PARITY, saved_step
-from user_run import UserRun, adopting_orphans
+from user_run import UserRun
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("adopted_orphans")]
 
 BENCH_STEPS = 16
 """Of the run that Ctrl-C stops."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _adopting_orphans() -> Iterator[None]:
-    with adopting_orphans():
-        yield
-
-
 def write_plan(folder: Path) -> Path:
     """Two runs, of which the first has no data."""
     config = loop_config(folder, run={}, weights={"timeout_s": 15})
-    recipe = folder / "bench-recipe.yaml"
-    recipe.write_text(yaml.safe_dump(config.model_dump()))
+    recipe = write_recipe(folder / "bench-recipe.yaml", config)
     runs: dict[str, dict[str, Any]] = {
         "broken": {"data.path": str(folder / "nowhere.jsonl")},
         "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1, "rollout.interrupt": "keep_kv"},

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from loop_builders import loop_config
+from loop_builders import loop_config, write_recipe
 
 from areal_lite.launch.commands import main as cli
 
@@ -18,8 +17,7 @@ def test_a_drill_of_a_lost_head_of_ray(loop_folder: Path, capfd: pytest.CaptureF
     Seen failing where a step that is trained before the run ends counts as its return.
     """
     config = loop_config(loop_folder, run={}, weights={"parity_every": 0})
-    recipe, out = loop_folder / "drilled.yaml", loop_folder / "drill"
-    recipe.write_text(yaml.safe_dump(config.model_dump()))
+    recipe, out = write_recipe(loop_folder / "drilled.yaml", config), loop_folder / "drill"
     words = ["drill", str(recipe), "run.steps=100", "--faults", "gcs", "--out", str(out)]
     assert cli.main(words) == 0, capfd.readouterr().out
     (row,) = json.loads((out / "results.json").read_text())["rows"]

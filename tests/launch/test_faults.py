@@ -4,48 +4,34 @@ Whatever happens, the run ends or goes on as it says, keeps its books (I2), neve
 """
 
 import contextlib
-import json
 import math
 import os
 import re
 import signal
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
-from loop_builders import loop_config
+from loop_builders import GROUPS, PARITY, check_books, loop_config, saved_step, trained_groups, write_recipe
 from places import SUPPORT
-from test_loop import conserved, saved_step, trained_groups
 from train_builders import save_tiny_model
-from user_run import UserRun, adopting_orphans, alive
+from user_run import UserRun, alive
 
 from areal_lite.record.checkpoints import damage
+from areal_lite.record.run_files import read_summary
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("adopted_orphans")]
 
-GROUPS = 4
 TOTAL = 1000
-PARITY = 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _adopting_orphans() -> Iterator[None]:
-    with adopting_orphans():
-        yield
 
 
 def start(loop_folder: Path, name: str, *, run: dict[str, Any], **sections: dict[str, Any]) -> UserRun:
     """Type `areal-lite train recipe.yaml run.dir=...`."""
     settings = {"log_samples": GROUPS, **run}
     config = loop_config(loop_folder, run=settings, weights={"timeout_s": 10, "parity_every": 0}, **sections)
-    recipe = loop_folder / f"{name}.yaml"
-    recipe.write_text(yaml.safe_dump(config.model_dump()))
-    folder = loop_folder / name
+    recipe, folder = write_recipe(loop_folder / f"{name}.yaml", config), loop_folder / name
     return UserRun(["areal-lite", "train", recipe.name, f"run.dir={folder.name}"], run_folder=folder)
 
 
@@ -58,11 +44,6 @@ def scale(run: UserRun, *, rollout: int) -> None:
     words = f"areal-lite scale {run.folder.path} rollout={rollout} --timeout 300"
     with typed(words, folder=run.folder.path) as command:
         assert command.exit_code() == 0, command.output
-
-
-def summary(run: UserRun) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
-    return content
 
 
 def steps(run: UserRun) -> list[int]:
@@ -82,17 +63,8 @@ def trained_since_it_is_back(run: UserRun, worker: str) -> set[str]:
     return {event["group"] for event in groups if event["start"] >= back} & set(trained_groups(run.folder))
 
 
-def check_books(run: UserRun, *, total: int) -> None:
-    """Every step once, no group trained twice, every group accounted for (I2)."""
-    assert steps(run) == list(range(1, total + 1))
-    assert max(Counter(trained_groups(run.folder)).values()) == 1
-    ledger = summary(run)["ledger"]
-    assert ledger["trained"] == total * GROUPS
-    assert conserved(ledger)
-
-
 @pytest.fixture(scope="module")
-def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
+def interrupted(loop_folder: Path, adopted_orphans: None) -> UserRun:
     """A run of many steps, after Ctrl-C in its first steps."""
     settings = {"steps": TOTAL, "stall_timeout_s": 20, "report": True}
     slow = {"function": f"{SUPPORT / 'loop_verifiers.py'}:takes_its_time", "processes": 2}  # others need the processors
@@ -114,8 +86,9 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     stopped_at = len(steps(interrupted))
     assert 3 <= stopped_at < TOTAL
     assert saved_step(interrupted.folder) == stopped_at
-    assert (summary(interrupted)["status"], summary(interrupted)["stopped_by"]) == ("interrupted", "Ctrl-C")
-    check_books(interrupted, total=stopped_at)
+    summary = read_summary(interrupted.folder.path)
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "Ctrl-C")
+    check_books(interrupted.folder, total=stopped_at)
     assert re.search(
         r"reward_last.*\nreport: .*report.html\nstopped. Resume with:", interrupted.output, flags=re.DOTALL
     )
@@ -184,7 +157,7 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         assert "restarting" not in rows[-1]["workers"]
         (restarted,) = [event for event in run.folder.read("events.jsonl") if event["kind"] == "restarted"]
         assert restarted["step"] >= before - 1, "only the step under way is lost"
-        check_books(run, total=len(rows))
+        check_books(run.folder, total=len(rows))
 
 
 def test_ctrl_c_over_and_over_while_engines_start_ends_at_once(loop_folder: Path) -> None:
@@ -223,7 +196,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert f"areal-lite resume {run.folder.path}" in run.output
         assert saved_step(run.folder) >= 1
         assert not damage(run.folder.newest_checkpoint())
-        assert summary(run)["status"].startswith("failed: RankDied: trainer/1 died")
+        assert read_summary(run.folder.path)["status"].startswith("failed: RankDied: trainer/1 died")
         assert "Traceback" not in run.output
 
 
@@ -246,7 +219,7 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         assert run.exit_code() == 1, run.output
         assert run.leftovers == []
         assert "HandoverError: no rollout worker is left; the last one, rollout/0" in run.output
-        assert summary(run)["status"].startswith("failed: HandoverError")
+        assert read_summary(run.folder.path)["status"].startswith("failed: HandoverError")
         before = len(steps(run))
         assert saved_step(run.folder) == before
         assert f"areal-lite resume {run.folder.path}" in run.output
@@ -269,6 +242,6 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
             resumed.output
         )  # the one seen first
         assert "Traceback" not in resumed.output
-        assert summary(resumed)["status"] == "interrupted"
+        assert read_summary(resumed.folder.path)["status"] == "interrupted"
         assert saved_step(resumed.folder) == len(steps(resumed))
-        check_books(resumed, total=len(steps(resumed)))
+        check_books(resumed.folder, total=len(steps(resumed)))

@@ -1,6 +1,5 @@
 """The shipped recipe with three kinds of tasks, for real: sums, a reasoning-gym family and a game of several turns."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ SOURCES = {"sums", "gym", "game"}
 VERIFIERS = {"last_number", "reasoning_gym", "guess_number"}
 
 
-def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 @pytest.mark.loop
 @pytest.mark.gym
 def test_a_mixed_run_trains_and_tells_its_sources_apart(
@@ -36,7 +31,7 @@ def test_a_mixed_run_trains_and_tells_its_sources_apart(
     """
     monkeypatch.chdir(tmp_path)  # the warm start is cached below the working folder
     summary, folder = run_loop(load_config("mixed_cpu", [*SMALL, f"run.dir={tmp_path / 'run'}"]))
-    metrics, samples = rows(folder.path, "metrics.jsonl"), rows(folder.path, "samples.jsonl")
+    metrics, samples = folder.read("metrics.jsonl"), folder.read("samples.jsonl")
     assert (summary["status"], summary["steps"]) == ("done", 20)
     assert {source for row in metrics for source in row["reward_by_source"]} == SOURCES
     assert set(metrics[-1]["verifiers"]) == VERIFIERS

@@ -4,7 +4,6 @@ Everything but NCCL is real; what happens on GPUs is shown by tests with the mar
 """
 
 import functools
-import io
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,20 +11,16 @@ from typing import Any
 
 import nccl_stand_in
 import pytest
-from loop_builders import loop_config
+from loop_builders import PARITY, loop_config, run_loop
 from nccl_stand_in import StandInRolloutActor, StandInTrainerActor, ask_for
 from ray import cloudpickle
-from rich.console import Console
 from train_builders import save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.launch.run import cluster, online
-from areal_lite.launch.run.train import train
-from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
 
-PARITY = 1e-4
 STEPS = 8
 
 
@@ -69,8 +64,7 @@ def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
         if fault := {2: "die", 4: "hang"}.get(row["step"]):
             ask_for(fault, rank=2, folder=tmp_path / "run" / "logs")
 
-    train(over_nccl(config), recipe_name="test", console=Console(file=io.StringIO()), on_step=on_step)
-    folder = RunFolder(tmp_path / "run")
+    _, folder = run_loop(over_nccl(config), on_step)
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["parity_max_abs_logprob_diff"] for row in rows) < PARITY

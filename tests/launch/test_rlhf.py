@@ -4,7 +4,6 @@ The shipped recipes themselves, `rlhf_*`, with fewer steps and a smaller model. 
 is shown by their own runs (docs/rlhf.md); here are the joints: files, figures, Ctrl-C, resume, who reads whose model.
 """
 
-import io
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from loop_builders import run_loop
 from user_run import UserRun, adopting_orphans
 
 from areal_lite.config.offline import load_any_config
@@ -30,11 +29,8 @@ SFT = [
 ]  # fmt: skip
 
 
-def run_offline(recipe: str, command: str, *words: str) -> dict[str, Any]:
-    from areal_lite.launch.run.train import train
-
-    config = load_any_config(recipe, words, command=command)
-    return train(config, recipe_name=recipe, console=Console(file=io.StringIO()))
+def run_offline(recipe: str, command: str, *words: str) -> tuple[dict[str, Any], RunFolder]:
+    return run_loop(load_any_config(recipe, words, command=command))
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sft(ray_cluster: None, folder: Path) -> tuple[dict[str, Any], RunFolder]:
-    return run_offline("rlhf_sft", "sft", *SFT, f"run.dir={folder / 'sft'}"), RunFolder(folder / "sft")
+    return run_offline("rlhf_sft", "sft", *SFT, f"run.dir={folder / 'sft'}")
 
 
 @pytest.fixture(scope="module")
 def reward_model(sft: object, folder: Path) -> tuple[dict[str, Any], RunFolder]:
     words = [*TASK, "run.steps=40", f"model.path={folder / 'sft'}", f"run.dir={folder / 'rm'}"]
-    return run_offline("rlhf_reward_model", "reward_model", *words), RunFolder(folder / "rm")
+    return run_offline("rlhf_reward_model", "reward_model", *words)
 
 
 def test_sft_leaves_a_whole_run_folder(sft: tuple[dict[str, Any], RunFolder]) -> None:
@@ -121,20 +117,17 @@ def test_ppo_learns_from_the_learned_reward_and_is_judged_by_the_true_one(
     reward_model: tuple[dict[str, Any], RunFolder], folder: Path
 ) -> None:
     """Rewards are scores, accuracies shares of problems; nothing failed. Seen failing with one verifier for both."""
-    from areal_lite.launch.run.train import train
-
     words = [
         *TASK, "run.steps=3", f"run.dir={folder / 'ppo'}", f"model.path={folder / 'sft'}", "run.log_samples=4",
         f"verifier.arguments={{model: {folder / 'rm'}}}", "queue.groups_per_step=4", "queue.samples_per_group=4",
         "rollout.slots=16", "rollout.max_new_tokens=16", "rollout.kv_cache_mb=64",
     ]  # fmt: skip
-    summary = train(load_config("rlhf_ppo", words), recipe_name="rlhf_ppo", console=Console(file=io.StringIO()))
+    summary, run = run_loop(load_config("rlhf_ppo", words))
     assert summary["status"] == "done"
     assert summary["ledger"]["trained"] == 12
     assert summary["ledger"]["failed"] == 0
     assert all((40 * accuracy) % 1 == pytest.approx(0, abs=1e-9) for accuracy in summary["eval"].values())
-    groups = RunFolder(folder / "ppo").read("samples.jsonl")
-    rewards = [sample["reward"] for row in groups for sample in row["samples"]]
+    rewards = [sample["reward"] for row in run.read("samples.jsonl") for sample in row["samples"]]
     assert any(abs(reward - round(reward)) > 1e-3 for reward in rewards)
 
 
@@ -143,7 +136,7 @@ def test_dpo_prefers_what_was_chosen_and_eval_measures_its_accuracy(
 ) -> None:
     """The policy starts as its own reference; another command reads the model out of the run."""
     words = [*TASK, "run.steps=40", f"model.path={folder / 'sft'}", f"run.dir={folder / 'dpo'}", "trainer.lr=1e-3"]
-    summary = run_offline("rlhf_dpo", "dpo", *words)
+    summary, _ = run_offline("rlhf_dpo", "dpo", *words)
     assert summary["eval"]["0"]["accuracy"] == pytest.approx(0.5, abs=0.1)
     assert summary["eval"]["40"]["accuracy"] > 0.7
     assert summary["eval"]["40"]["margin"] > 0

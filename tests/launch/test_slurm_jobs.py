@@ -1,12 +1,10 @@
 """`areal-lite launch --on slurm` as one types it: jobs on two nodes of a real Slurm, namespaces of this machine."""
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
-from loop_builders import loop_config
+from loop_builders import GROUPS, check_books, loop_config, saved_step, write_recipe
 from namespaces import NETWORK
 from places import SUPPORT
 from slurm_daemons import Slurm, make_slurm
-from test_loop import conserved, saved_step, trained_groups
 
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cluster, pytest.mark.loop]
 
-GROUPS = 4
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 _DEADLINE_S = 600.0
 
@@ -56,8 +52,7 @@ class User:
         shutil.copy(SUPPORT / "loop_verifiers.py", self.folder)  # every node must see it
         verifier = {"function": f"{self.folder}/loop_verifiers.py:takes_its_time", "processes": 2}
         config = loop_config(self.folder, run={"log_samples": GROUPS, **run}, verifier=verifier)
-        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config.model_dump()))
-        return f"{name}.yaml"
+        return write_recipe(self.folder / f"{name}.yaml", config).name
 
     def facts(self, job: str) -> dict[str, str]:
         """Ask Slurm how a job stands."""
@@ -134,12 +129,7 @@ def test_a_run_goes_on_after_its_time_limit_and_a_requeue_until_it_is_stopped(us
         assert "raylet" not in left
         assert "areal_lite" not in left
 
-    total = saved_step(folder)
-    assert [row["step"] for row in folder.read("metrics.jsonl")] == list(range(1, total + 1))
-    assert max(Counter(trained_groups(folder)).values()) == 1
-    ledger = json.loads((folder.path / "summary.json").read_text())["ledger"]
-    assert ledger["trained"] == total * GROUPS
-    assert conserved(ledger)
+    check_books(folder, total=saved_step(folder))
     assert "130" in user.types("launch", "--status", "goes-on").stdout
     log = user.types("launch", "--logs", "goes-on").stdout
     places = dict(re.findall(r"^(slurm\d) \(10\.77\.0\.\d\): (.+)$", log, flags=re.MULTILINE))

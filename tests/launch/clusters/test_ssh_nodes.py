@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from loop_builders import loop_config
+from loop_builders import loop_config, write_recipe
 from namespaces import Node, make_nodes
 from places import SUPPORT
 
@@ -80,8 +80,8 @@ def test_a_run_on_two_nodes_over_ssh_of_which_one_joins_late(tmp_path: Path) -> 
     """Seen failing with an attempt that ends at the first connection that times out."""
     shutil.copy(SUPPORT / "loop_verifiers.py", tmp_path)  # both nodes see this folder
     verifier = {"function": f"{tmp_path}/loop_verifiers.py:digit_share"}
-    config = loop_config(tmp_path, run={"steps": 2, "checkpoint_every": 1}, verifier=verifier)
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
+    run = {"steps": 2, "checkpoint_every": 1}
+    write_recipe(tmp_path / "tiny.yaml", loop_config(tmp_path, run=run, verifier=verifier))
     with make_nodes(["lnode1", "lnode2"], shared=[tmp_path]) as nodes, serving_ssh(nodes, tmp_path) as shell:
         profile = {
             "nodes": 2,
