@@ -88,13 +88,6 @@ def test_routes_are_small_numbers_by_token_layer_and_choice(routes: np.ndarray) 
         make_sample((3, 0, 3), routes=routes)
 
 
-def test_a_sample_of_before_there_were_routes_is_read() -> None:
-    """A run of an earlier version goes on. Seen failing without the default."""
-    fields_then = decode(encode(make_sample((3, 0, 3))))
-    assert fields_then.pop("routes") is None
-    assert decode(encode(fields_then), Sample).routes is None
-
-
 def test_a_score_must_fit_its_sample() -> None:
     with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
         make_sample((0, 0, 3)).scored(Score(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),)))

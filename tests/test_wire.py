@@ -160,19 +160,15 @@ def test_values_that_change_kind_on_the_way() -> None:
     class Colour(StrEnum):
         RED = "red"
 
-    big_endian = np.array([1, 2], ">f4")
-    got = decode(encode({"enum": Colour.RED, "tuple": (1, (2,)), "scalar": np.float32(0.5), "array": big_endian}))
+    big_endian, transposed = np.array([1, 2], ">f4"), np.arange(6, dtype=np.int64).reshape(2, 3).T
+    sent = {"enum": Colour.RED, "tuple": (1, (2,)), "scalar": np.float32(0.5), "arrays": [big_endian, transposed]}
+    got = decode(encode(sent))
     assert got["enum"] == "red"
     assert type(got["enum"]) is str
     assert got["tuple"] == [1, [2]]
     assert got["scalar"] == 0.5
-    assert got["array"].dtype == np.dtype("<f4")
-    assert got["array"].tolist() == [1.0, 2.0]
-
-
-def test_arrays_come_back_in_their_order_of_elements() -> None:
-    transposed = np.arange(6, dtype=np.int64).reshape(2, 3).T
-    assert decode(encode(transposed)).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert got["arrays"][0].dtype == np.dtype("<f4")
+    assert [array.tolist() for array in got["arrays"]] == [[1.0, 2.0], [[0, 3], [1, 4], [2, 5]]]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +237,9 @@ SAMPLE: dict[str, Any] = {
 
 
 def test_a_sample_needs_no_more_than_its_fields_without_defaults() -> None:
-    assert decode(message(SAMPLE), Sample).token_ids.tolist() == [5]
+    """One of before there were routes: a run of an earlier version goes on. Seen failing without the default."""
+    read = decode(message(SAMPLE), Sample)
+    assert (read.token_ids.tolist(), read.routes) == ([5], None)
 
 
 @pytest.mark.parametrize(

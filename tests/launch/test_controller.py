@@ -1,7 +1,6 @@
 """The order of a reinforcement-learning run, and its ends, with actors and a queue that are scripted."""
 
 import itertools
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from online_runs import COUNTS, STATS, OnlineRun
 
 from areal_lite.errors import EngineError, FruitlessError, HandoverError, StallError
 from areal_lite.launch.run.controller import Interrupted
+from areal_lite.record.run_files import read_summary
 from areal_lite.verify.protocol import Reply
 
 Start = Callable[..., OnlineRun]
@@ -25,11 +25,6 @@ HAND_OVER = [(RANK, "publish"), (ENGINE, "install"), (QUEUE, "complete_step"), (
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return lambda **run: OnlineRun(tmp_path, monkeypatch, **run)
-
-
-def summary(run: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
-    return content
 
 
 def died() -> Exception:
@@ -131,7 +126,7 @@ def test_a_gamed_reward_is_warned_of_once_and_ends_the_run_where_asked_to(start:
     run.answers |= {"evaluate": lambda prompts: [None] * len(prompts), "score": score}
     with pytest.raises(Interrupted) if stop else nullcontext():
         run.run()
-    found, rows = summary(run), run.rows
+    found, rows = read_summary(run.folder.path), run.rows
     ends = ("interrupted", "reward_watch") if stop else ("done", None)
     assert (found["status"], found["stopped_by"]) == ends
     assert (len(rows) < 20) == stop
@@ -171,8 +166,9 @@ def test_a_start_that_fails_leaves_a_summary_with_the_reason(start: Start) -> No
     run.answers["access"] = access
     with pytest.raises(StallError):
         run.run()
-    assert summary(run)["status"] == "failed: StallError: queue did not start: no port (log: logs/queue.log)"
-    assert summary(run)["ledger"] == {}
+    summary = read_summary(run.folder.path)
+    assert summary["status"] == "failed: StallError: queue did not start: no port (log: logs/queue.log)"
+    assert summary["ledger"] == {}
 
 
 @pytest.mark.parametrize(

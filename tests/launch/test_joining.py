@@ -17,8 +17,9 @@ from areal_lite.launch.run.ray_session import ray_session
 
 @pytest.fixture(autouse=True)
 def joins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses that are joined, whichever Ray there is; nothing is started or ended."""
+    """Addresses that are joined, whichever Ray there is; nothing is started or ended, and no address is set."""
     asked = list[str]()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **_: asked.append(address))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -48,7 +49,6 @@ def test_the_token_is_shown_to_a_cluster_that_is_joined_and_a_private_one_makes_
 
     Ray prints no failed call of a lost worker. Seen failing, for real: 35 lines for an engine killed in a hand-over.
     """
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = dict(os.environ)
     with ray_session():
         assert joins == ["local"]
@@ -61,7 +61,6 @@ def test_the_token_is_shown_to_a_cluster_that_is_joined_and_a_private_one_makes_
 
 def test_too_small_an_address_space_is_said_at_once(joins: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing without the look; Ray itself needed 49 s for a traceback."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("resource.getrlimit", lambda _: (4 << 30, -1))
     with pytest.raises(ConfigError, match=r"got 4096 MiB \(ulimit -v\): type `ulimit -v unlimited`"), ray_session():
         pass
@@ -98,7 +97,6 @@ def test_a_start_of_ray_that_fails_is_a_sentence(
         raise error
 
     monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if joins_a_head:
         monkeypatch.setenv("RAY_ADDRESS", head)
     with pytest.raises(expected, match=message.format(head=head) or None), ray_session():
@@ -111,7 +109,6 @@ def test_a_raylet_of_others_that_hangs_delays_no_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "shutdown", hangs.wait)
     monkeypatch.setattr(session, "_LEAVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr("atexit.unregister", left.append)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ray_session():
         pass
     hangs.set()

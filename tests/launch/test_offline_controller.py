@@ -13,13 +13,12 @@ import pytest
 from fake_ray import Reference
 from fake_ray import failing as failing_call
 from offline_runs import OfflineRun
-from test_controller import summary
 
 from areal_lite.errors import CheckpointError, FruitlessError, HandoverError, QueueError, RankDied, StallError
 from areal_lite.launch.run import controller as controller_module
 from areal_lite.launch.run.controller import Interrupted
 from areal_lite.record import checkpoints
-from areal_lite.record.run_files import read_json
+from areal_lite.record.run_files import read_json, read_summary
 
 Start = Callable[..., OfflineRun]
 
@@ -147,7 +146,7 @@ def test_a_notice_leaves_time_to_save_and_no_more(start: Start, during: str, tak
     why = "the loss of Ray's head process (GCS)" if during == "head" else "SIGUSR1"
     assert why in run.output.getvalue()
     assert re.search(rf"step(-0+| ){saved[-1]}\b", run.output.getvalue())
-    assert summary(run)["stopped_by"] == why
+    assert read_summary(run.folder.path)["stopped_by"] == why
 
 
 def test_a_run_restarts_from_its_last_checkpoint_as_long_as_it_advances(start: Start) -> None:
@@ -345,4 +344,4 @@ def test_what_a_callback_raises_ends_the_run_saved(start: Start, error: BaseExce
         run.run(on_step)
     assert seen == [1]
     assert (run.steps, run.saved) == ([1, 2], [2])
-    assert summary(run)["status"] == f"failed: {type(error).__name__}: {error}"
+    assert read_summary(run.folder.path)["status"] == f"failed: {type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from areal_lite import network
-from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run import places
 from areal_lite.launch.run.places import Places, with_network
@@ -27,10 +27,6 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
-def config_of(**sections: dict[str, Any]) -> Config:
-    return parse_config(sections)
-
-
 @pytest.mark.parametrize(
     ("alive", "network", "settled"),
     [([True, False], "10.0.0.0/24", None), ([True, True], None, "10.0.0.1"), ([True, True], "eth0", "eth0")],
@@ -41,13 +37,13 @@ def test_the_network_of_a_run(
 ) -> None:
     """Seen failing with the address of the only node, and with loopback, where the second node found nobody."""
     fake_ray.alive = alive
-    assert with_network(config_of(run={"network": network})).run.network == settled
+    assert with_network(parse_config({"run": {"network": network}})).run.network == settled
 
 
 def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace) -> None:
     """As that to a host name which is this machine's own."""
     with pytest.raises(ConfigError, match=r"got 127\.0\.0\.1 on this one, .* to other starts: set run\.network"):
-        with_network(config_of(run={"network": "other"}))
+        with_network(parse_config({"run": {"network": "other"}}))
 
 
 def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_room(
@@ -72,7 +68,7 @@ def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_ro
     monkeypatch.setattr(places, "remove_placement_group", lambda group: freed.append(group.id))
     bundles = [Bundle(node=index, gpus=0, lanes=(f"rollout/{index}",)) for index in (0, 1)]
     first: Any = SimpleNamespace(id=0)
-    settled = Places(config_of(), first, bundles, [*alive, gone], "logs")
+    settled = Places(parse_config({}), first, bundles, [*alive, gone], "logs")
     assert settled.has_place("rollout/0")
     assert reserved == []
     assert settled.has_place("rollout/1")
@@ -96,7 +92,8 @@ def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_ro
 def test_over_ipc_an_engine_stays_with_its_rank(fake_ray: SimpleNamespace) -> None:
     fake_ray.nodes = list
     group: Any = None
-    settled = Places(config_of(weights={"transport": "ipc"}, run={"device": "cuda"}), group, [], [], "logs")
+    config = parse_config({"weights": {"transport": "ipc"}, "run": {"device": "cuda"}})
+    settled = Places(config, group, [], [], "logs")
     assert not settled.has_place("rollout/0")
 
 
@@ -105,7 +102,7 @@ def test_the_head_is_lost_when_it_gave_no_answer_twice(
 ) -> None:
     """A moment without an answer stops no run. Seen failing with one look."""
     group: Any = None
-    settled = Places(config_of(), group, [], [], "logs")
+    settled = Places(parse_config({}), group, [], [], "logs")
     clock, answers = SimpleNamespace(now=0.0), [False, True, False, False]
     monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(places, "listens", lambda address, **_: address == "10.0.0.1:6379" and answers.pop(0))

@@ -20,7 +20,6 @@ from areal_lite.weights.handover import hand_over
 T = TypeVar("T")
 
 _CALL_TIMEOUT_S = 300.0
-_START_TIMEOUT_S = 300.0
 
 
 class BackgroundLoop:
@@ -124,7 +123,7 @@ def vllm_engine(config: Config, model_folder: str) -> Iterator[tuple[VllmEngine,
         copy_engine_cores() if config.run.device == "cpu" else nullcontext(),
     ):
         try:
-            engine = background.call(VllmEngine.start(config, model_folder=model_folder), timeout_s=_START_TIMEOUT_S)
+            engine = background.call(VllmEngine.start(config, model_folder=model_folder))
             try:
                 yield engine, background
             finally:

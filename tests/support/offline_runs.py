@@ -41,23 +41,10 @@ class Rank:
         """Of each snapshot, whether the state was copied."""
         self.doing = ""
         self._version = 0
-        for name in ("progress", "ping", "open_store", "stop", "memory_mb", "work"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
-
-    def _progress(self) -> Reference:
-        return Reference(lambda: 1)
-
-    def _ping(self) -> Reference:
-        return Reference(lambda: self.doing)
-
-    def _open_store(self) -> Reference:
-        return Reference(lambda: "host:1")
-
-    def _stop(self) -> Reference:
-        return Reference(lambda: None)
-
-    def _memory_mb(self) -> Reference:
-        return Reference(lambda: 1)
+        for name, answer in {"progress": 1, "open_store": "host:1", "stop": None, "memory_mb": 1}.items():
+            setattr(self, name, SimpleNamespace(remote=lambda answer=answer: Reference(lambda: answer)))
+        self.ping = SimpleNamespace(remote=lambda: Reference(lambda: self.doing))
+        self.work = SimpleNamespace(remote=self._work)
 
     def _work(self, method: str, *args: Any, **_: Any) -> Reference:
         self.calls.append(method)

@@ -1,7 +1,4 @@
-"""A program: a gpu-check of parts that stand for real ones; `OUT MINUTES [NAME...]`.
-
-Each part counts how often it ran, in a file of its own beside the folder of the check.
-"""
+"""A program: a gpu-check of parts that stand for real ones; `OUT MINUTES [NAME...]`."""
 
 import os
 import signal
@@ -50,19 +47,12 @@ def leaves(job: Job) -> None:
     job.report(pid=int(started.stdout))
 
 
+SECONDS = {"hangs": (1, 1), "long": (1e9, 300), "for-ever": (0, 1e9)}
+"""Planned and allowed."""
 PARTS = {
     name: Part(shows=name, call=f"stand_in_parts:{name}", planned_s={"cpu": planned_s}, limit_s={"cpu": limit_s})
-    for name, planned_s, limit_s in (
-        ("hangs", 1, 1),
-        ("dies", 1, 300),
-        ("long", 1e9, 300),
-        ("raises", 1, 300),
-        ("silent", 1, 300),
-        ("misses", 1, 300),
-        ("leaves", 1, 300),
-        ("passes", 1, 300),
-        ("for-ever", 0, 1e9),
-    )
+    for name in ("hangs", "dies", "long", "raises", "silent", "misses", "leaves", "passes", "for-ever")
+    for planned_s, limit_s in [SECONDS.get(name, (1, 300))]
 }
 PARTS["for-ever"] = PARTS["for-ever"].model_copy(update={"call": "stand_in_parts:hangs"})
 PARTS["gpu"] = PARTS["passes"].model_copy(update={"on_cpu": False})

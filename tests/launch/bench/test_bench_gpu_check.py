@@ -9,14 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
-from places import ROOT
+from places import ROOT, SUPPORT
 
 from areal_lite.config.recipe import Config
 from areal_lite.launch.bench.gpu_engine import compared, figures_of, problems_of
 from areal_lite.launch.bench.gpu_part import Job, table
 from areal_lite.launch.bench.gpu_trainer import idle_share
-
-SUPPORT = ROOT / "tests" / "support"
 
 
 def check_stand_ins(out: Path, minutes: float, *names: str) -> tuple[int, dict[str, dict[str, Any]], str]:

@@ -168,7 +168,8 @@ def test_values_of_env_are_in_one_file_that_only_its_owner_reads(
     assert [path.name for path in files if "val-7" in path.read_text()] == ["env.sh"]
     assert (job.files / "env.sh").stat().st_mode & 0o777 == 0o600
     assert "val-7" not in capsys.readouterr().out
-    text = script(find_job_in(tmp_path), command=["printenv", "TOKEN"])
+    recorded = Job.model_validate_json((tmp_path / "runs/jobs/run-1.json").read_text())
+    text = script(recorded, command=["printenv", "TOKEN"])
     done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("it's val-7\n")
     ssh = {"ssh": {"hosts": ["one"], "shell": "env {host}"}}
@@ -177,10 +178,6 @@ def test_values_of_env_are_in_one_file_that_only_its_owner_reads(
         other = make_job(kind, "train arith_cpu", folder=str(tmp_path), profile=Profile.model_validate(settings))
         assert "val-7" not in str({**find_kind(kind).artefacts(other), **attempt_scripts(other)})
         assert any("val-7" in text for text in find_kind(kind).secrets(other).values())
-
-
-def find_job_in(folder: Path) -> Job:
-    return Job.model_validate_json((folder / "runs/jobs/run-1.json").read_text())
 
 
 def test_a_patch_of_the_manifest() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +30,7 @@ from areal_lite.launch.clusters.remote import Remote, end_process, script
 from areal_lite.launch.clusters.supervised import Local
 
 LOCAL = ("bash", "-c")
+SSH = {"hosts": ["one", "two"], "shell": "env NODE={host}"}
 READY = "echo 'areal-lite address 10.0.0.1'; echo 'Ray runtime started.'"
 
 
@@ -54,7 +56,9 @@ def test_whether_there_is_another_attempt(made: Sequence[Attempt], allowed: int,
     assert verdict(made, max_attempts=allowed) == words
 
 
-def job_of(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind: str = "local", words: str = "") -> Job:
+def job_of(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind: str = "local", words: str = "", **changed: Any
+) -> Job:
     """Record a job whose command is a line of shell; `$ATTEMPT` counts."""
 
     def stand_in(job: Job, *, attempt: int, **_: object) -> str:
@@ -62,10 +66,8 @@ def job_of(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind:
 
     monkeypatch.setattr(attempts, "driver_script", stand_in)
     monkeypatch.setattr(attempts, "_POLL_S", 0.02)
-    profile = Profile(gpus_per_node=8, start_timeout_s=120)
-    if kind == "ssh":
-        ssh = {"hosts": ["one", "two"], "shell": "env NODE={host}"}
-        profile = Profile.model_validate({"nodes": 2, "ssh": ssh, "start_timeout_s": 120})
+    own = {"nodes": 2, "ssh": SSH} if kind == "ssh" else {"gpus_per_node": 8}
+    profile = Profile.model_validate({"start_timeout_s": 120, **own, **changed})
     settings = words or "launch.max_attempts=3 launch.pause_s=0.01"
     return make_job(kind, f"train arith_cpu {settings}", folder=str(folder), profile=profile).save()
 
@@ -127,8 +129,7 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(
 ) -> None:
     """Seen failing with SIGTERM, which the command does not survive to save, and with a stop before it that is lost."""
     trap = "trap 'echo saved > saved; exit 130' INT; "
-    job = job_of(tmp_path, f"{trap}{line}for i in $(seq 300); do sleep 0.1; done", monkeypatch)
-    job = job.model_copy(update={"profile": job.profile.model_copy(update={"enter": enter})}).save()
+    job = job_of(tmp_path, f"{trap}{line}for i in $(seq 300); do sleep 0.1; done", monkeypatch, enter=enter)
     thread = interrupt_when(tmp_path / "begun")
     assert supervise(job) == 130
     thread.join()
@@ -156,9 +157,8 @@ def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
     shell.chmod(0o755)
     fake_ray(monkeypatch, worker=f"{READY}; sleep 60")
     monkeypatch.chdir(tmp_path)
-    job = job_of(tmp_path, "touch off; exit 1", monkeypatch, kind="ssh", words="launch.max_attempts=2 launch.pause_s=0")
-    ssh = job.profile.sections["ssh"] | {"shell": f"{shell} {{host}}"}
-    job = job.model_copy(update={"profile": Profile.model_validate(job.profile.model_dump() | {"ssh": ssh})}).save()
+    words, ssh = "launch.max_attempts=2 launch.pause_s=0", SSH | {"shell": f"{shell} {{host}}"}
+    job = job_of(tmp_path, "touch off; exit 1", monkeypatch, kind="ssh", words=words, ssh=ssh)
     assert supervise(job) == 1
     record = Attempts.read(job)
     (log,) = job.files.glob("attempt-*/two-ray.log")
@@ -290,10 +290,7 @@ def test_a_node_that_does_not_join_is_named_and_one_that_is_late_is_tried_again(
     fake_ray(monkeypatch, worker=worker)
     monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.1)
     monkeypatch.chdir(tmp_path)
-    job = job_of(tmp_path, "true", monkeypatch, kind="ssh")
-    job = job.model_copy(
-        update={"profile": job.profile.model_copy(update={"start_timeout_s": 1.5 if message else 60.0})}
-    )
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", start_timeout_s=1.5 if message else 60.0)
     ssh = ("bash", "-c", f'{up} || {{ touch up; echo "{REFUSED}"; exit 255; }}; exec "$@"', "ssh")
     nodes = RayNodes(job, {"one": LOCAL, "two": ssh}, logs=tmp_path)
     try:

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launch_builders import make_job, make_profile
 from places import FIXTURES
 
 from areal_lite.errors import ConfigError
@@ -25,18 +26,9 @@ def script(job: Job) -> str:
 
 def test_the_script_of_four_nodes_with_gpus() -> None:
     """Everything of the profile is in it; after the time limit it goes on from a checkpoint. A folder with a blank."""
-    profile = {
-        "nodes": 4,
-        "gpus_per_node": 8,
-        "shared": "/shared",
-        "enter": "source /shared/venv/bin/activate",
-        "slurm": {"partition": "h200", "account": "rl", "time": "4:00:00", "signal_s": 600,
-                  "options": ["--constraint=nvlink"]},
-    }  # fmt: skip
-    words = ["train", "gsm8k_4node"]
-    job = Job(
-        name="gsm8k", kind="slurm", folder="/shared/my work", words=words, profile=Profile.model_validate(profile)
-    )
+    settings = {"partition": "h200", "account": "rl", "time": "4:00:00", "signal_s": 600}
+    profile = make_profile(env={}, slurm={**settings, "options": ["--constraint=nvlink"]})
+    job = make_job("slurm", "train gsm8k_4node", name="gsm8k", folder="/shared/my work", profile=profile)
     assert script(job) == FOUR_NODES
 
 
