@@ -17,25 +17,19 @@ BENCH_STEPS = 16
 """Of the run that Ctrl-C stops."""
 
 
-def write_plan(folder: Path) -> Path:
-    """Two runs, of which the first has no data."""
-    config = loop_config(folder, run={}, weights={"timeout_s": 15})
-    recipe = write_recipe(folder / "bench-recipe.yaml", config)
-    runs: dict[str, dict[str, Any]] = {
-        "broken": {"data.path": str(folder / "nowhere.jsonl")},
-        "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1, "rollout.interrupt": "keep_kv"},
-    }
-    path = folder / "plan.yaml"
-    path.write_text(yaml.safe_dump({"recipe": str(recipe), "runs": runs}))
-    return path
-
-
 def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     """A run that fails does not stop the next; Ctrl-C saves; the printed command finishes what is left.
 
     With `keep_kv`, which no other real run has.
     """
-    plan, out = write_plan(loop_folder), loop_folder / "bench-out"
+    config = loop_config(loop_folder, run={}, weights={"timeout_s": 15})
+    recipe = write_recipe(loop_folder / "bench-recipe.yaml", config)
+    runs: dict[str, dict[str, Any]] = {
+        "broken": {"data.path": str(loop_folder / "nowhere.jsonl")},
+        "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1, "rollout.interrupt": "keep_kv"},
+    }
+    plan, out = loop_folder / "plan.yaml", loop_folder / "bench-out"
+    plan.write_text(yaml.safe_dump({"recipe": str(recipe), "runs": runs}))
     out.mkdir()
     with UserRun(["areal-lite", "bench", "plan", f"../{plan.name}", "--out", "."], run_folder=out / "long") as run:
         run.wait_for_steps(3)

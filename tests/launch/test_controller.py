@@ -31,19 +31,6 @@ def died() -> Exception:
     return ray.exceptions.RayActorError()
 
 
-def kill_engine_in_step(run: OnlineRun, step: int, *, clock_s: float = 2.0) -> None:
-    """Have the engine die while a step is trained, each of which takes some time."""
-    steps = itertools.count(1)
-
-    def train(*_: Any) -> dict[str, Any]:
-        run.clock.now += clock_s
-        if next(steps) == step:
-            run.actors[ENGINE].dies_of = died()
-        return dict(STATS)
-
-    run.answers["step"] = train
-
-
 def test_a_run_has_an_order(start: Start) -> None:
     """Weights before work, the ledger's version inside the hand-over, the save after the last batch.
 
@@ -208,7 +195,13 @@ def test_a_run_without_engines_waits_for_a_restart_and_publishes_for_it(start: S
     Seen failing with the watchdog left on, and without the publication.
     """
     run = start(stall_timeout_s=12.0, steps=2)
-    kill_engine_in_step(run, 1)
+    steps = itertools.count(1)
+
+    def train(*_: Any) -> dict[str, Any]:
+        run.clock.now += 2
+        if next(steps) == 1:
+            run.actors[ENGINE].dies_of = died()
+        return dict(STATS)
 
     def take(**_: Any) -> Any:
         run.clock.now += 5
@@ -218,7 +211,7 @@ def test_a_run_without_engines_waits_for_a_restart_and_publishes_for_it(start: S
         is_serving = engine[-1] in ("run", "resume") and "run" in engine[len(engine) - engine[::-1].index("start") :]
         return {"reward_mean": 0.5} if is_serving and run.actors[ENGINE].dies_of is None else None
 
-    run.queue["take"] = take
+    run.queue["take"], run.answers["step"] = take, train
     assert run.run()["status"] == "done"
     assert run.clock.now > 60
     assert [row["step"] for row in run.rows] == [1, 2]

@@ -7,11 +7,10 @@ The job is one of kind ssh whose shell enters a node's namespaces. The nodes sha
 is the second node, which has a trainer rank, and the engines if there are two.
 """
 
-import contextlib
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -57,38 +56,23 @@ def main(
     typed = words_of(words, num_nodes=nodes)
     faults = [Fault(how, step) for how, step in (("kill", kill_node), ("cut", cut_link)) if step]
     faults.sort(key=lambda fault: fault.step)
-    with job_on_nodes(job_name(typed), typed, num_nodes=nodes, faults=faults, slow_mbit=slow) as job:
-        sys.exit(run_job(job))
-
-
-@contextlib.contextmanager
-def job_on_nodes(
-    name: str, words: Sequence[str], *, num_nodes: int, faults: Sequence[Fault] = (), slow_mbit: float | None = None
-) -> Iterator[Job]:
-    """Make nodes for a job, and break them as asked until the block ends; submitting it is the caller's.
-
-    Args:
-        words: The command, as after `areal-lite`.
-        slow_mbit: Rate of every node's link.
-    """
-    names = [f"node-{index + 1}" for index in range(num_nodes)]
-    job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
+    names = [f"node-{index + 1}" for index in range(nodes)]
+    job = Job(name=job_name(typed), kind="ssh", folder=str(Path.cwd()), words=typed)
     ssh = {"hosts": names, "shell": f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}"}
-    job = job.model_copy(update={"profile": profile_of(num_nodes, ssh=ssh)})
+    job = job.model_copy(update={"profile": profile_of(nodes, ssh=ssh)})
     shared = [job.run_folder.parent] if job.run_folder else []
     for folder in (job.files, *shared):
         folder.mkdir(parents=True, exist_ok=True)
-    with make_nodes(names, shared=shared) as nodes:
-        if slow_mbit is not None:
-            for node in nodes:
-                node.slow(rate_mbit=slow_mbit)
-        for node in nodes:
+    with make_nodes(names, shared=shared) as made:
+        for node in made:
+            if slow is not None:
+                node.slow(rate_mbit=slow)
             _write_shell(job, node)
         ended = threading.Event()
-        trouble = threading.Thread(target=_cause_trouble, args=(faults, nodes[1], job, ended), daemon=True)
+        trouble = threading.Thread(target=_cause_trouble, args=(faults, made[1], job, ended), daemon=True)
         trouble.start()
         try:
-            yield job
+            sys.exit(run_job(job))
         finally:
             ended.set()
             trouble.join()
