@@ -22,10 +22,6 @@ def make_plan(**fields: Any) -> Plan:
     return Plan.model_validate({"recipe": "arith_cpu", "settings": {"run.steps": STEPS}} | fields)
 
 
-def names(plan: Plan) -> list[str]:
-    return [run.name for run in planned_runs(plan)]
-
-
 # ---------------------------------------------------------------- plans
 
 
@@ -50,8 +46,9 @@ def test_a_grid_crosses_its_axes_and_seeds_come_last() -> None:
     grid = {"queue.max_staleness": [0, 4], "objective.proximal": {"naive": "behaviour", "decoupled": "recompute"}}
     plan = make_plan(grid=grid, seeds=[0, 5])
     cells = ["max_staleness-0_naive", "max_staleness-0_decoupled", "max_staleness-4_naive", "max_staleness-4_decoupled"]
-    assert names(plan) == [f"{cell}_seed-{seed}" for seed in (0, 5) for cell in cells]
-    last = planned_runs(plan)[-1]
+    runs = planned_runs(plan)
+    assert [run.name for run in runs] == [f"{cell}_seed-{seed}" for seed in (0, 5) for cell in cells]
+    last = runs[-1]
     assert last.facts["overrides"] == {"run.seed": 5, "queue.max_staleness": 4, "objective.proximal": "recompute"}
     assert (last.config.run.seed, last.config.queue.max_staleness) == (5, 4)
 
@@ -127,16 +124,12 @@ class FakeTraining:
         (folder / "config.json").write_text(json.dumps(with_absolute_paths(config).model_dump()))
         error = self.ends.pop(folder.name, None)
         if error is None or folder.name in self.saved:
-            save_checkpoint(folder)
+            (folder / "checkpoints" / "step-000002").mkdir(parents=True, exist_ok=True)
+            (folder / "checkpoints" / "step-000002" / "meta.json").write_text("{}")
         write_summary(folder, "done" if error is None else f"failed: {error}")
         if error is not None:
             (folder / "old").touch()
             raise error
-
-
-def save_checkpoint(folder: Path) -> None:
-    (folder / "checkpoints" / "step-000002").mkdir(parents=True, exist_ok=True)
-    (folder / "checkpoints" / "step-000002" / "meta.json").write_text("{}")
 
 
 def write_summary(folder: Path, status: str) -> None:

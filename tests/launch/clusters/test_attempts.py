@@ -290,7 +290,7 @@ def test_a_node_that_does_not_join_is_named_and_one_that_is_late_is_tried_again(
     fake_ray(monkeypatch, worker=worker)
     monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.1)
     monkeypatch.chdir(tmp_path)
-    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", start_timeout_s=1.5 if message else 60.0)
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", start_timeout_s=1.5 if up == "false" else 60.0)
     ssh = ("bash", "-c", f'{up} || {{ touch up; echo "{REFUSED}"; exit 255; }}; exec "$@"', "ssh")
     nodes = RayNodes(job, {"one": LOCAL, "two": ssh}, logs=tmp_path)
     try:

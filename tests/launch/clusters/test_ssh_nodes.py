@@ -31,15 +31,12 @@ PermitRootLogin yes
 """
 
 
-def make_key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=120)
-
-
 @contextmanager
 def serving_ssh(nodes: list[Node], folder: Path) -> Iterator[str]:
     """Run an sshd on each node; yields the command that reaches a host."""
     for name in ("host_key", "key"):
-        make_key(folder / name)
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(key, check=True, timeout=120)
     (folder / "sshd_config").write_text(_SSHD.format(port=_PORT, folder=folder))
     serve = f"mkdir -p /run/sshd && exec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
     servers = [node.popen(["sh", "-c", serve], stderr=subprocess.DEVNULL) for node in nodes]

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
 from areal_lite.launch.commands import main as cli
 from areal_lite.launch.commands.train import SUMMARY_KEYS
+from areal_lite.launch.run.controller import Interrupted
 
 COMMANDS = [
     "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch",
@@ -24,24 +24,12 @@ COMMANDS = [
 SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}
 
 
-class Interrupted(Exception):
-    """Stands for the controller's."""
-
-    def __init__(self, folder: str, summary: dict[str, Any] | None = None, *, is_resumable: bool = True) -> None:
-        super().__init__(folder)
-        self.summary, self.is_resumable = summary or {}, is_resumable
-
-
 class FakeTraining:
-    """Stands for `areal_lite.launch`, which imports Ray and vLLM."""
+    """Stands for `areal_lite.launch.run.train.train`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | BaseException) -> None:
         self.outcome, self.calls = outcome, list[tuple[Config, str]]()
-        train_module, controller_module = ModuleType("train"), ModuleType("controller")
-        vars(train_module)["train"] = self._train
-        vars(controller_module)["Interrupted"] = Interrupted
-        monkeypatch.setitem(sys.modules, "areal_lite.launch.run.train", train_module)
-        monkeypatch.setitem(sys.modules, "areal_lite.launch.run.controller", controller_module)
+        monkeypatch.setattr("areal_lite.launch.run.train.train", self._train)
 
     def _train(self, config: Config, *, recipe_name: str, console: Any, take_over: bool, named: Any) -> dict[str, Any]:
         self.calls.append((config, recipe_name))
