@@ -5,7 +5,7 @@ Everything but NCCL is real; what happens on GPUs is shown by tests with the mar
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,8 @@ pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
 STEPS = 8
 
 
-@pytest.fixture(autouse=True)
-def _actors_travel_whole() -> Iterator[None]:
-    """Ray's processes cannot import what stands beside the tests."""
-    modules = [nccl_stand_in, sys.modules[__name__]]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
+for module in (nccl_stand_in, sys.modules[__name__]):  # Ray's processes cannot import what stands beside the tests
+    cloudpickle.register_pickle_by_value(module)
 
 
 def over_nccl(config: Config) -> Config:
