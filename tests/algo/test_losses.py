@@ -98,6 +98,18 @@ CLIPS = [(0.2, 0.3), (None, 0.3), (0.2, None), (None, None), (3e-4, 4e-4)]
 CLIPPING = ("ratio", "weighted_likelihood")
 
 
+def check(seed: int, **knobs: Any) -> tuple[Case, Numbers, float, int]:
+    """Compare loss, gradient and count with what is derived; return what they are made of, the loss and the count."""
+    case = make_case(seed)
+    given = numbers(case, seed)
+    loss, gradient, num_clipped = run(case, given, **knobs)
+    expected_loss, expected_gradient, expected_clipped = derive(case, given, **knobs)
+    assert loss == pytest.approx(expected_loss)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
+    assert num_clipped == expected_clipped
+    return case, given, loss, num_clipped
+
+
 @pytest.mark.parametrize(("clip_low", "clip_high"), CLIPS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("surrogate", SURROGATES)
@@ -105,17 +117,8 @@ def test_policy_loss_against_numpy(surrogate: str, level: str, clip_low: float |
     """Seen failing with max for min, the clip bounds swapped, the weight left out, the ratio of weighted_likelihood
     not detached, the sequence's mean replaced by its sum, and its mean taken over masked tokens too, or over tokens of
     weight 0."""
-    total_clipped = 0
-    for seed in range(3):
-        case = make_case(seed)
-        given = numbers(case, seed)
-        knobs = {"surrogate": surrogate, "ratio_level": level, "clip_low": clip_low, "clip_high": clip_high}
-        loss, gradient, num_clipped = run(case, given, **knobs)
-        expected_loss, expected_gradient, expected_clipped = derive(case, given, **knobs)
-        assert loss == pytest.approx(expected_loss)
-        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
-        assert num_clipped == expected_clipped
-        total_clipped += num_clipped
+    knobs = {"surrogate": surrogate, "ratio_level": level, "clip_low": clip_low, "clip_high": clip_high}
+    total_clipped = sum(check(seed, **knobs)[-1] for seed in range(3))
     assert (total_clipped > 0) == (surrogate in CLIPPING and (clip_low, clip_high) != (None, None))
 
 
@@ -137,13 +140,7 @@ def test_other_bounds_against_numpy(knobs: dict[str, Any]) -> None:
     for pi_proximal as the unit, and with the two temperatures swapped."""
     plain = 0.0
     for seed in range(3):
-        case = make_case(seed)
-        given = numbers(case, seed)
-        loss, gradient, num_clipped = run(case, given, **knobs)
-        expected_loss, expected_gradient, expected_clipped = derive(case, given, **knobs)
-        assert loss == pytest.approx(expected_loss)
-        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
-        assert num_clipped == expected_clipped
+        case, given, loss, _ = check(seed, **knobs)
         plain += abs(loss - run(case, given, surrogate=knobs.get("surrogate", "ratio"))[0])
     assert plain > 0.01, "the setting made no difference"
 

@@ -21,8 +21,8 @@ from areal_lite.train.offline import OfflineTrainer
 COMMANDS = ["sft", "reward_model", "dpo"]
 
 
-def held_out(config: OfflineConfig) -> list[Example]:
-    return list(load_offline(config, load_tokenizer(config.model.path, config.model)).held_out)
+def examples(config: OfflineConfig, split: str = "held_out") -> list[Example]:
+    return list(getattr(load_offline(config, load_tokenizer(config.model.path, config.model)), split))
 
 
 def logprob(model: nn.Module, prompt: list[int], output: list[int]) -> float:
@@ -59,7 +59,7 @@ def test_supervised_figures(tmp_path: Path) -> None:
     trainer.step()
     got, model = trainer.evaluate(), exported(trainer, tmp_path / "out")
     rows = []
-    for prompt, (output,) in held_out(config):
+    for prompt, (output,) in examples(config):
         greedy = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
         right = int((greedy == torch.tensor(output)).sum())
         rows.append((-logprob(model, prompt, output), right, len(output)))
@@ -85,7 +85,7 @@ def test_reward_figures_and_scores_are_those_of_the_exported_model(tmp_path: Pat
     got, errors = trainer.evaluate().values()
     model = exported(trainer, tmp_path / "out", AutoModelForSequenceClassification)
     margins = []
-    for prompt, outputs in held_out(config):
+    for prompt, outputs in examples(config):
         with torch.no_grad():
             chosen, rejected = (float(model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, 0]) for ids in outputs)
         margins.append(chosen - rejected)
@@ -121,7 +121,7 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
     got, model = trainer.evaluate()["figures"], exported(trainer, tmp_path / "out")
     reference = AutoModelForCausalLM.from_pretrained(settings.get("reference_path") or config.model.path).eval()
     losses, margins, beta = [], [], settings["beta"]
-    for prompt, outputs in held_out(config):
+    for prompt, outputs in examples(config):
         ratios = []
         for output in outputs:
             value = logprob(model, prompt, output)
@@ -176,7 +176,44 @@ def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, 
     assert abs(float(scores_S[-1] - scores_S[-2])) > 1e-3
 
 
-# --- learning ---
+# --- supervised learning ---
+
+
+def test_loss_and_gradient_are_those_of_completion_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one plain forward pass per example with prompts ignored, averaged over all completion tokens.
+
+    Seen failing with prompt tokens in the loss, and with a mean of the examples' means.
+    """
+    config = offline_config(tmp_path, trainer={"batch_size": 8, "max_grad_norm": 1e9})  # all that there are
+    trainer = offline_trainer(config)
+    model, total, count = trainer.learner.model, torch.zeros(()), 0
+    for prompt, (output,) in examples(config, "train"):
+        logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        total = total + nn.functional.cross_entropy(logits, torch.tensor(output), reduction="sum")
+        count += len(output)
+    (total / count).backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer: torch.optim.Optimizer) -> None:
+        gradients.update({name: value.grad.clone() for name, value in model.named_parameters()})
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", keep)
+    assert trainer.step()["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_every_epoch_uses_every_example_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of eight examples, four a step."""
+    seen: list[tuple[int, ...]] = []
+    rows = offline.TokenRows
+    monkeypatch.setattr(offline, "TokenRows", lambda pairs: rows(seen.append(tuple(pair[0])) or pair for pair in pairs))
+    config = offline_config(tmp_path, run={"steps": 4})
+    offline_trainer(config).run()
+    prompts = sorted(tuple(example.prompt) for example in examples(config, "train"))
+    assert sorted(seen[:8]) == sorted(seen[8:]) == prompts
+    assert seen[:8] != seen[8:]
 
 
 # --- stop and go on ---

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preset_builders import config_of, make_trainer, near_behaviour
+from preset_builders import config_of, make_trainer
 from torch import nn
 from train_builders import make_config, make_rows, make_shard
 from transformers import AutoModelForCausalLM
@@ -17,12 +17,6 @@ from areal_lite.types import Row
 
 NAN = float("nan")
 REWARDS = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
-
-
-@pytest.fixture(scope="module")
-def rows(model_folder: str) -> list[Row]:
-    """Rows whose behaviour logprobs lie near the model's own, as after a few steps of training."""
-    return near_behaviour(make_rows(old_tokens=2), model_folder, noise=0.3)
 
 
 # --- the reference model ----------------------------------------------------------------------------------------------
