@@ -134,6 +134,17 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def watch_gathered(monkeypatch: pytest.MonkeyPatch, note: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `note` with every parameter that a publisher gathers."""
+
+    def noted(*arguments: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in whole_parameters(*arguments, **named):
+            note(name, tensor)
+            yield name, tensor
+
+    monkeypatch.setattr(publisher_module, "whole_parameters", noted)
+
+
 def info_of(model: nn.Module, **changes: Any) -> dict[str, Any]:
     """The announcement of a model's parameters, with a checksum that is never right."""
     metadata = ModuleSource(model).metadata()
@@ -448,13 +459,7 @@ def test_a_buffer_that_checkpoints_hold_is_published_as_it_is() -> None:
 def test_cast_parameters_are_held_no_longer_than_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a whole model on rank 0. Seen failing with a snapshot kept until the next publication."""
     gathered = list[weakref.ref[torch.Tensor]]()
-
-    def noted(*arguments: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in whole_parameters(*arguments, **named):
-            gathered.append(weakref.ref(tensor))
-            yield name, tensor
-
-    monkeypatch.setattr(publisher_module, "whole_parameters", noted)
+    watch_gathered(monkeypatch, lambda _, tensor: gathered.append(weakref.ref(tensor)))
     publisher = make_publisher(TinyModel(seed=1), dtype=torch.bfloat16)
     engine = TinyModel(seed=2).bfloat16()
     publish(publisher, engine)

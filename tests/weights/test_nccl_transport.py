@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 from nccl_stand_in import stand_in
-from test_gloo_transport import HOST, PORTS, Quantization, TinyModel, same, weights_of
+from test_gloo_transport import HOST, PORTS, Quantization, TinyModel, same, watch_gathered, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.distributed.weight_transfer import ipc_engine
@@ -31,11 +31,10 @@ from areal_lite.errors import ArealLiteError, EngineError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run import engines as engines_module
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.train.gathers import whole_parameters
-from areal_lite.weights import nccl, publisher
+from areal_lite.weights import nccl
 from areal_lite.weights.handover import hand_over
 from areal_lite.weights.nccl import NcclWeightTransferEngine
-from areal_lite.weights.publisher import WeightPublisher
+from areal_lite.weights.publisher import CastSource, WeightPublisher
 
 TIMEOUT_S = 60.0
 SHORT_S = 5.0
@@ -382,13 +381,7 @@ def test_over_ipc_the_copies_that_were_sent_are_released_though_an_engine_failed
     """
     counted: list[tuple[str, int]] = []
     copies: list[StorageWeakRef] = []
-
-    def parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in whole_parameters(*args, **kwargs):
-            copies.append(StorageWeakRef(value.untyped_storage()))
-            yield name, value
-
-    monkeypatch.setattr(publisher, "whole_parameters", parameters)
+    watch_gathered(monkeypatch, lambda _, value: copies.append(StorageWeakRef(value.untyped_storage())))
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: counted.append(counter))
     model = TinyModel(seed=1)
     trainer = ipc_publisher(model, failing)
@@ -425,14 +418,8 @@ def test_what_nccl_notices_itself_is_put_down_to_the_engine(
 def test_a_source_is_gathered_whole_though_its_sender_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's other ranks gather along, and would wait forever. Seen failing without the end of `whole`."""
     seen: list[str] = []
-
-    def parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in whole_parameters(*args, **kwargs):
-            seen.append(name)
-            yield name, value
-
-    monkeypatch.setattr(publisher, "whole_parameters", parameters)
-    source = publisher.CastSource(TinyModel(seed=1), torch.float32)
+    watch_gathered(monkeypatch, lambda name, _: seen.append(name))
+    source = CastSource(TinyModel(seed=1), torch.float32)
     for taken in (0, 2):
         seen.clear()
         with contextlib.suppress(HandoverError), source.whole():
