@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from random import Random
 from typing import Any, Literal
 
 import pytest
 from ledger_builders import make_sample, make_settings
-from queue_builders import FakeCursor, connected, make_queue, saved
+from queue_builders import SOON_S, FakeCursor, connected, make_queue, saved
 from scripted_engine import ScriptedEngine
 
 from areal_lite.config.recipe import parse_config
@@ -18,7 +19,6 @@ from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.sample_queue.ledger import Ledger
-from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import QueueService, restore
 from areal_lite.types import Lease, Score
 
@@ -198,21 +198,27 @@ class Scorer(LeaseWorker):
         await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
 
 
-def die(server: QueueServer) -> None:
-    """End without a word to those who wait."""
-    server._parked.clear()
-    server.close()
+class Clock:
+    """Real time, until its queue shall stand still, as that of a stopped process does."""
+
+    def __init__(self) -> None:
+        self.goes = threading.Event()
+        self.goes.set()
+
+    def __call__(self) -> float:
+        self.goes.wait()
+        return time.monotonic()
 
 
-async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], tuple[int, int], int]:
+async def trained_by_workers() -> tuple[list[str], tuple[int, int], int]:
     """Train with two workers of 16 slots at eta 3, 8 groups of 2 samples a step; the queue dies once.
 
     Returns:
         Prompts trained, leases kept and lost, and tokens generated.
     """
     changes: dict[str, Any] = {"max_staleness": 3, "groups_per_step": 8, "total_steps": 6}
-    ledger_settings = make_settings(**changes)
-    server = make_queue(ledger=Ledger(ledger_settings), num_ranks=1, clock=time.monotonic)
+    ledger_settings, clock = make_settings(**changes), Clock()
+    server = make_queue(ledger=Ledger(ledger_settings, clock=clock), num_ranks=1, clock=clock)
     access = server.start()
     config = parse_config({"queue": {"samples_per_group": 2}, "rollout": {"slots": 16, "max_new_tokens": 20}})
     engines = [ScriptedEngine(token_s=0.02, vocab_size=10**6) for _ in range(2)]
@@ -225,36 +231,41 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], tuple[int, 
     trained, copy, kept = list[str](), b"", (0, 0)
     with contextlib.ExitStack() as opened:
         opened.callback(lambda: server.close())
+        opened.callback(clock.goes.set)
         for client in clients:
             opened.callback(client.close)
         queue = opened.enter_context(connected(access))
         queue.open_admission()
         running = [asyncio.create_task(worker.run()) for worker in workers]
         for step in range(1, 7):
-            while queue.take(batch_id=f"{step}", wait_s=0.0) is None:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(SOON_S):
+                while queue.take(batch_id=f"{step}", wait_s=0.0) is None:
+                    await asyncio.sleep(0.01)
             assert queue.fetch(batch_id=f"{step}", rank=0).version == step - 1
             trained += [group.group_id for group in queue.batch_groups(batch_id=f"{step}", limit=8)]
             copy = queue.save()
             await asyncio.sleep(0.1)
             held = sum(worker["leases"] for worker in queue.status()["workers"].values())
             if step > 1 and not any(kept) and held >= 8:
-                die(server)
-                await asyncio.sleep(asleep_s)  # longer than a request is waited for: results are kept
+                clock.goes.clear()
+                await asyncio.sleep(3.0)  # longer than a request is waited for: results are kept
                 cursor = FakeCursor()
                 ledger = restore(copy, settings=ledger_settings, cursor=cursor, keep_batch=True)
-                server = make_queue(ledger=ledger, cursor=cursor, num_ranks=1, clock=time.monotonic)
+                dead, server = server, make_queue(ledger=ledger, cursor=cursor, num_ranks=1, clock=time.monotonic)
                 queue.move_to(access := server.start())
                 queue.take(batch_id=f"{step}", wait_s=0.0)
                 sums = zip(*[await worker.reconnect(access) for worker in workers], strict=True)
                 kept = tuple(map(sum, sums))  # type: ignore[assignment]
+                clock.goes.set()
+                dead.close()
                 queue.open_admission()
             queue.complete_step(batch_id=f"{step}")
             for engine in engines:
                 await engine.stamp(step)
-        for worker in workers:
-            await worker.stop()
-        await asyncio.gather(*running)
+        async with asyncio.timeout(SOON_S):
+            for worker in workers:
+                await worker.stop()
+            await asyncio.gather(*running)
         assert queue.status()["counts"]["trained"] == 48
     return trained, kept, sum(engine.tokens_generated for engine in engines)
 
@@ -263,7 +274,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], tuple[int, 
 def test_workers_keep_what_they_hold_and_what_they_have_done_while_there_was_no_queue() -> None:
     """Over ZeroMQ; no token is generated in vain. Seen failing with results that are handed in as often as any request
     or before what is held was presented, and with nothing presented."""
-    trained, (kept, lost), tokens = asyncio.run(asyncio.wait_for(trained_by_workers(asleep_s=3.0), 300))
+    trained, (kept, lost), tokens = asyncio.run(trained_by_workers())
     assert len(trained) == len(set(trained)) == 48
     assert kept + lost >= 8
     assert lost <= 2
