@@ -1,7 +1,7 @@
 """What the ledger refuses, and rules that the random walk of `test_ledger_machine.py` does not reach."""
 
 import pytest
-from ledger_builders import bring_to_ready, do_step, make_samples, make_scores, make_settings
+from ledger_builders import bring_to_ready, do_step, make_samples, make_scores, make_settings, play
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import HeldLease, Ledger
@@ -69,10 +69,7 @@ def test_refuses_batches_out_of_order() -> None:
 def test_verdicts(rewards: tuple[float | str, ...], expected: str) -> None:
     """Seen failing with failed samples scored 0: (1, timeout, 1) became ready."""
     ledger = Ledger(make_settings(samples_per_group=3, reject="zero_variance"))
-    rollout = lend(ledger, "a")
-    ledger.complete_rollout(rollout.lease_id, make_samples([0], [0], [0]))
-    (verify,) = ledger.lease_verify("v", limit=1)
-    assert ledger.complete_verify(verify.lease_id, make_scores(*rewards))
+    play(ledger, "a", make_samples([0], [0], [0]), make_scores(*rewards))
     assert ledger.counts()[expected] == 1
 
 

@@ -347,22 +347,6 @@ def test_a_step_completed_again_late_leaves_the_next_batch_alone(queue: QueueCli
     assert queue.fetch(batch_id="b", rank=0).version == 1
 
 
-def test_prompts_that_are_too_slow_are_counted() -> None:
-    """One group a step at eta 1; the second prompt is still being generated after two steps."""
-    changes = {"on_stale": "drop", "max_attempts": 1, "groups_per_step": 1, "num_minibatches": 1}
-    with serving(**changes) as access, connected(access) as client:
-        client.open_admission()
-        first, slow = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
-        client.complete_rollout(lease_id=first.lease_id, samples=make_samples())
-        for batch_id in ("a", "b"):
-            verify(client, 1)
-            client.take(batch_id=batch_id, wait_s=0.0)
-            client.complete_step(batch_id=batch_id)
-            generate(client, 1)
-        assert client.status()["counts"]["failed(too_slow)"] == 1
-        assert client.complete_rollout(lease_id=slow.lease_id, samples=make_samples()) is False
-
-
 # Save and restore
 
 

@@ -80,3 +80,12 @@ def do_step(ledger: Ledger) -> None:
         bring_to_ready(ledger, f"{name}/{number}")
     assert ledger.take(name) is not None
     ledger.complete_step(name)
+
+
+def play(ledger: Ledger, prompt_id: str, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    """Admit one prompt, and hand in these samples and their scores."""
+    ledger.admit(prompt_id)
+    (rollout,) = ledger.lease_rollout("rollout/0", limit=1)
+    assert ledger.complete_rollout(rollout.lease_id, samples)
+    (verify,) = ledger.lease_verify("verifier/0", limit=1)
+    assert ledger.complete_verify(verify.lease_id, scores)

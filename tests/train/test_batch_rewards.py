@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledger_builders import make_sample, make_settings
+from ledger_builders import make_sample, make_settings, play
 
 from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.groups import GroupRecord
@@ -24,9 +24,22 @@ def taken(**groups: tuple[Sample, ...]) -> ShardedBatch:
         GroupRecord(prompt_id=f"{source}/0/0", attempt=0, sequence=0, admitted_version=0, samples=samples)
         for source, samples in groups.items()
     )
-    prompts = [Prompt(prompt_id=group.prompt_id, text="", token_ids=(1,), answer="") for group in found]
-    batch = Batch(batch_id="b", version=0, groups=found)
+    return sharded(Batch(batch_id="b", version=0, groups=found))
+
+
+def sharded(batch: Batch) -> ShardedBatch:
+    """Deal a batch to one rank."""
+    prompts = [Prompt(prompt_id=group.prompt_id, text="", token_ids=(1,), answer="") for group in batch.groups]
     return ShardedBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
+
+
+def played(samples: list[Sample], scores: list[Score]) -> Batch:
+    """Return the batch of one group that came through a ledger."""
+    ledger = Ledger(make_settings(groups_per_step=1, samples_per_group=3))
+    play(ledger, "p/0/0", samples, scores)
+    batch = ledger.take("b")
+    assert batch is not None
+    return batch
 
 
 def test_means_are_over_those_who_have_the_figure() -> None:
@@ -57,46 +70,27 @@ def test_groups_are_compared_by_totals() -> None:
 @pytest.mark.parametrize(("values", "state"), [((0.5, 0.5), "rejected(zero_variance)"), ((0.5, 0.25), "ready")])
 def test_equal_outcomes_with_different_steps_teach_something(values: tuple[float, float], state: str) -> None:
     ledger = Ledger(make_settings(reject="zero_variance"))
-    ledger.admit("p/0/0")
-    (lease,) = ledger.lease_rollout("r", limit=1)
-    ledger.complete_rollout(lease.lease_id, [make_sample(), make_sample()])
-    (lease,) = ledger.lease_verify("v", limit=1)
     scores = [Score(reward=1.0, step_rewards=(StepReward(token=0, value=value),)) for value in values]
-    assert ledger.complete_verify(lease.lease_id, scores)
+    play(ledger, "p/0/0", [make_sample(), make_sample()], scores)
     assert ledger.counts()[state] == 1
 
 
 def test_scores_reach_the_samples_whole() -> None:
     """Seen failing with only reward and failure carried over."""
-    ledger = Ledger(make_settings(groups_per_step=1, samples_per_group=3))
-    ledger.admit("p/0/0")
-    (lease,) = ledger.lease_rollout("r", limit=1)
-    ledger.complete_rollout(lease.lease_id, [make_sample(), make_sample(), make_sample()])
-    (lease,) = ledger.lease_verify("v", limit=1)
     score = Score(reward=1.0, parts={"a": 1.0}, metrics={"b": 2.0}, feedback="well done")
-    ledger.complete_verify(lease.lease_id, [score, Score(failure="timeout"), score])
-    batch = ledger.take("b")
-    assert batch is not None
+    batch = played([make_sample()] * 3, [score, Score(failure="timeout"), score])
     sample, failed, _ = batch.groups[0].samples
     assert (sample.score, failed.score) == (score, Score(failure="timeout"))
 
 
 def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
     """What could not be generated is masked, keeps its reason whatever the verifier says, and is in no mean."""
-    ledger = Ledger(make_settings(groups_per_step=1, samples_per_group=3))
-    ledger.admit("p/0/0")
-    (lease,) = ledger.lease_rollout("r", limit=1)
-    ledger.complete_rollout(lease.lease_id, [make_sample(), Sample.lost("workflow:TimeoutError"), make_sample()])
-    (lease,) = ledger.lease_verify("v", limit=1)
-    ledger.complete_verify(lease.lease_id, [Score(reward=1.0), Score(reward=0.5), Score(reward=0.0)])
-    batch = ledger.take("b")
-    assert batch is not None
+    samples = [make_sample(), Sample.lost("workflow:TimeoutError"), make_sample()]
+    batch = played(samples, [Score(reward=reward) for reward in (1.0, 0.5, 0.0)])
     expected = [Score(reward=1.0), Score(failure="workflow:TimeoutError"), Score(reward=0.0)]
     assert [sample.score for sample in batch.groups[0].samples] == expected
-    prompts = [Prompt(prompt_id="p/0/0", text="", token_ids=(1,), answer="")]
-    batch_of = ShardedBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
-    np.testing.assert_array_equal(batch_of.shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
-    assert batch_of.rewards()["reward_by_source"] == {"p": 0.5}
+    np.testing.assert_array_equal(sharded(batch).shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
+    assert sharded(batch).rewards()["reward_by_source"] == {"p": 0.5}
 
 
 def turns(version: int) -> Sample:
