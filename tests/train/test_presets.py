@@ -78,17 +78,24 @@ def clipped(ratio: float, advantage: float, low: float, high: float) -> tuple[fl
     return min(free, held), free if free <= held else 0.0
 
 
+def clipped_token_mean(
+    case: Case, advantages: np.ndarray, *, weights: np.ndarray | None = None, high: float = 1.2
+) -> Result:
+    """Mean over tokens of their weights times PPO's clipped loss."""
+    loss, gradient, num_tokens = 0.0, np.zeros(len(case.mask)), case.mask.sum()
+    for t in np.flatnonzero(case.mask):
+        value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[t], 0.8, high)
+        share = (1.0 if weights is None else weights[t]) / num_tokens
+        loss -= share * value
+        gradient[t] -= share * slope
+    return loss, gradient
+
+
 def published_areal(case: Case, lowest: float = 0.0) -> Result:
     """arXiv 2505.24298 eq. 5; a w above 5 counts as 0 (ours)."""
-    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
-    for row, tokens in rows_of(case):
-        for t in tokens:
-            weight = np.exp(case.proximal[t] - case.behaviour[t])
-            weight = weight if lowest <= weight <= 5 else 0.0
-            value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), scores[row], 0.8, 1.2)
-            loss -= weight * value / num_tokens
-            gradient[t] -= weight * slope / num_tokens
-    return loss, gradient
+    weights = np.exp(case.proximal - case.behaviour)
+    weights[(weights < lowest) | (weights > 5)] = 0.0
+    return clipped_token_mean(case, group_scores(case)[case.rows], weights=weights)
 
 
 def published_icepop(case: Case) -> Result:
@@ -205,13 +212,7 @@ def published_dapo(case: Case) -> Result:
         rewards=case.rewards + punishment.reshape(case.rewards.shape),
         mask=case.mask & ~np.repeat(case.truncated, case.lengths),
     )
-    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
-    for row, tokens in rows_of(case):
-        for t in tokens:
-            value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), scores[row], 0.8, 1.28)
-            loss -= value / num_tokens
-            gradient[t] -= slope / num_tokens
-    return loss, gradient
+    return clipped_token_mean(case, group_scores(case)[case.rows], high=1.28)
 
 
 def published_rloo(case: Case) -> Result:
@@ -267,16 +268,6 @@ def published_reinforce_pp(case: Case) -> Result:
             advantages[t] = returns[row] + 0.01 * gaps_before(case, row, t) - np.nanmean(returns)
     advantages /= np.std(advantages[case.mask], ddof=1) + 1e-6
     return clipped_token_mean(case, advantages)
-
-
-def clipped_token_mean(case: Case, advantages: np.ndarray) -> Result:
-    """Mean over tokens of PPO's clipped loss."""
-    loss, gradient, num_tokens = 0.0, np.zeros(len(case.mask)), case.mask.sum()
-    for t in np.flatnonzero(case.mask):
-        value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[t], 0.8, 1.2)
-        loss -= value / num_tokens
-        gradient[t] -= slope / num_tokens
-    return loss, gradient
 
 
 def published_ppo(case: Case) -> Result:

@@ -133,10 +133,8 @@ def test_without_demonstrations_there_is_no_warm_start(tmp_path: Path) -> None:
         ensure_warm_start(recipe(data=data, model=SMALL), cache_dir=tmp_path / "cache")
     untrained = {"warm_start": {**SMALL["warm_start"], "steps": 0}}
     folder = ensure_warm_start(recipe(data=data, model=untrained), cache_dir=tmp_path / "cache")
-    assert (
-        AutoTokenizer.from_pretrained(folder).decode(AutoTokenizer.from_pretrained(folder)("A b\n")["input_ids"])
-        == "A b\n"
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("A b\n")["input_ids"]) == "A b\n"
     mixed = recipe(data={"mix": {"file": data, "game": GUESS}}, model=SMALL)
     origins = [item.origin for item in demonstrations(mixed, count=10)]
     assert len(origins) == 10

@@ -195,14 +195,6 @@ def _stand_in() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    def make(names: str, **timeouts: float) -> Run:
-        return Run(monkeypatch, names, **timeouts)
-
-    return make
-
-
 def at_broadcast(monkeypatch: pytest.MonkeyPatch, number: int, *, rank: int, do: Callable[[], None]) -> None:
     """Have a rank do something in the middle of a transfer, once, and then never come back."""
     happened: list[int] = []
@@ -218,7 +210,7 @@ def at_broadcast(monkeypatch: pytest.MonkeyPatch, number: int, *, rank: int, do:
 
 @pytest.mark.parametrize("number", [5, 7])
 def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, number: int
+    monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The others are let go, form a group without it and get the weights whole, long before the deadline.
 
@@ -226,7 +218,7 @@ def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
 
     Seen failing (hanging) without `let_go`, and without the key in the store that the engines look for.
     """
-    run = make_run("abc")
+    run = Run(monkeypatch, "abc")
     run.hand_over()
     at_broadcast(monkeypatch, number, rank=2, do=run.engines["b"].die)
     begun = time.monotonic()
@@ -242,14 +234,14 @@ def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
 
 
 def test_an_engine_whose_nccl_notices_a_death_is_not_blamed_and_gets_the_weights_whole(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It fails before the dead one is known to be dead, with one of the two parameters of a layer loaded.
 
     That layer is one that vLLM works on when it is whole, as it quantizes or repacks. Seen failing without the `finish`
     in `start_weight_update`: the weight counts twice, the layer as whole before its bias is there, which stays raw.
     """
-    run = make_run("ab")
+    run = Run(monkeypatch, "ab")
     vars(run.engines["a"].model.linear)["quant_method"] = Doubling()
     run.hand_over()
 
@@ -269,11 +261,9 @@ def test_an_engine_whose_nccl_notices_a_death_is_not_blamed_and_gets_the_weights
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_silent_in_a_transfer_is_the_one_to_blame(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_silent_in_a_transfer_is_the_one_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are late, for they wait for it. Seen failing with all late ones dropped."""
-    run = make_run("abc", timeout_s=SHORT_S)
+    run = Run(monkeypatch, "abc", timeout_s=SHORT_S)
     run.hand_over()
     at_broadcast(monkeypatch, 1, rank=3, do=lambda: None)
     run.hand_over()
@@ -283,10 +273,10 @@ def test_an_engine_that_is_silent_in_a_transfer_is_the_one_to_blame(
 
 
 def test_an_engine_that_cannot_load_is_dropped_and_who_has_received_closes_its_update(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It alone is named and left out; the next publication reaches the others."""
-    run = make_run("abc")
+    run = Run(monkeypatch, "abc")
     run.hand_over()
 
     def load_weights(weights: Any) -> None:
@@ -303,12 +293,12 @@ def test_an_engine_that_cannot_load_is_dropped_and_who_has_received_closes_its_u
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_join_is_left_out(make_run: Callable[..., Run]) -> None:
+def test_an_engine_that_does_not_join_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer and engines wait in the rendezvous of NCCL, each for no longer than its own deadline.
 
     Seen failing without `_in_thread` on either side: the test took the five minutes of vLLM's store.
     """
-    run = make_run("abc", timeout_s=SHORT_S)
+    run = Run(monkeypatch, "abc", timeout_s=SHORT_S)
     vars(run.engines["b"].transfer)["init_transfer_engine"] = lambda _: threading.Event().wait()
     run.hand_over()
     assert run.lost == {"b": "it must finish init_weight_transfer_engine within weights.timeout_s=5 s, it did not"}
@@ -317,11 +307,9 @@ def test_an_engine_that_does_not_join_is_left_out(make_run: Callable[..., Run]) 
 
 
 @pytest.mark.slow
-def test_a_trainer_that_cannot_form_the_group_says_so(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_cannot_form_the_group_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with nothing but the engines, which wait for it, to blame."""
-    run = make_run("ab", timeout_s=SHORT_S)
+    run = Run(monkeypatch, "ab", timeout_s=SHORT_S)
 
     def fail(info: Any) -> None:
         raise RuntimeError("the port is taken")
@@ -396,11 +384,9 @@ def test_over_ipc_the_copies_that_were_sent_are_released_though_an_engine_failed
 
 
 @pytest.mark.slow
-def test_what_nccl_notices_itself_is_put_down_to_the_engine(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nccl_notices_itself_is_put_down_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broadcast raises on the trainer, whose own ranks are well."""
-    run = make_run("ab", timeout_s=SHORT_S)
+    run = Run(monkeypatch, "ab", timeout_s=SHORT_S)
     run.hand_over()
 
     def fail_on_the_trainer(rank: int, number: int) -> None:
