@@ -17,7 +17,6 @@ from update_builders import table_shard, update_loss
 from areal_lite.config.presets import PRESETS
 from areal_lite.train.micro_batch import MicroBatch
 
-NAN = float("nan")
 Result = tuple[float, np.ndarray]
 
 
@@ -78,16 +77,13 @@ def clipped(ratio: float, advantage: float, low: float, high: float) -> tuple[fl
     return min(free, held), free if free <= held else 0.0
 
 
-def clipped_token_mean(
-    case: Case, advantages: np.ndarray, *, weights: np.ndarray | None = None, high: float = 1.2
-) -> Result:
-    """Mean over tokens of their weights times PPO's clipped loss."""
-    loss, gradient, num_tokens = 0.0, np.zeros(len(case.mask)), case.mask.sum()
+def clipped_sum(case: Case, advantages: np.ndarray, shares: np.ndarray | float, *, high: float = 1.2) -> Result:
+    """Sum over tokens of PPO's clipped loss times the token's share."""
+    loss, gradient, shares = 0.0, np.zeros(len(case.mask)), np.broadcast_to(shares, case.mask.shape)
     for t in np.flatnonzero(case.mask):
         value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[t], 0.8, high)
-        share = (1.0 if weights is None else weights[t]) / num_tokens
-        loss -= share * value
-        gradient[t] -= share * slope
+        loss -= shares[t] * value
+        gradient[t] -= shares[t] * slope
     return loss, gradient
 
 
@@ -95,7 +91,7 @@ def published_areal(case: Case, lowest: float = 0.0) -> Result:
     """arXiv 2505.24298 eq. 5; a w above 5 counts as 0 (ours)."""
     weights = np.exp(case.proximal - case.behaviour)
     weights[(weights < lowest) | (weights > 5)] = 0.0
-    return clipped_token_mean(case, group_scores(case)[case.rows], weights=weights)
+    return clipped_sum(case, group_scores(case)[case.rows], weights / case.mask.sum())
 
 
 def published_icepop(case: Case) -> Result:
@@ -194,14 +190,8 @@ def published_grpo(case: Case) -> Result:
 
 def published_dr_grpo(case: Case) -> Result:
     """arXiv 2503.20783 §3.2: r - mean, and every row's sum divided by one constant, the largest length."""
-    loss, gradient, rows = 0.0, np.zeros(len(case.mask)), rows_of(case)
     advantages = (case.rewards - np.nanmean(case.rewards, axis=1, keepdims=True)).reshape(-1)
-    for row, tokens in rows:
-        for t in tokens:
-            value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), advantages[row], 0.8, 1.2)
-            loss -= value / (len(rows) * MAX_NEW_TOKENS)
-            gradient[t] -= slope / (len(rows) * MAX_NEW_TOKENS)
-    return loss, gradient
+    return clipped_sum(case, advantages[case.rows], 1 / (len(rows_of(case)) * MAX_NEW_TOKENS))
 
 
 def published_dapo(case: Case) -> Result:
@@ -212,7 +202,7 @@ def published_dapo(case: Case) -> Result:
         rewards=case.rewards + punishment.reshape(case.rewards.shape),
         mask=case.mask & ~np.repeat(case.truncated, case.lengths),
     )
-    return clipped_token_mean(case, group_scores(case)[case.rows], high=1.28)
+    return clipped_sum(case, group_scores(case)[case.rows], 1 / case.mask.sum(), high=1.28)
 
 
 def published_rloo(case: Case) -> Result:
@@ -267,7 +257,7 @@ def published_reinforce_pp(case: Case) -> Result:
         for t in tokens:
             advantages[t] = returns[row] + 0.01 * gaps_before(case, row, t) - np.nanmean(returns)
     advantages /= np.std(advantages[case.mask], ddof=1) + 1e-6
-    return clipped_token_mean(case, advantages)
+    return clipped_sum(case, advantages, 1 / case.mask.sum())
 
 
 def published_ppo(case: Case) -> Result:
@@ -283,7 +273,8 @@ def published_ppo(case: Case) -> Result:
         deltas = rewards + np.append(case.values[tokens][1:], 0.0) - case.values[tokens]
         for place, t in enumerate(tokens):
             advantages[t] = sum(0.95**step * delta for step, delta in enumerate(deltas[place:]))
-    return clipped_token_mean(case, advantages / (np.std(advantages[case.mask], ddof=1) + 1e-6))
+    advantages /= np.std(advantages[case.mask], ddof=1) + 1e-6
+    return clipped_sum(case, advantages, 1 / case.mask.sum())
 
 
 def published_gspo(case: Case) -> Result:
