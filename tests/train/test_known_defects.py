@@ -4,7 +4,6 @@ Each was seen failing on a copy with that defect built in, named in its docstrin
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from preset_builders import make_trainer
 from train_builders import make_config, make_rows, make_shard
 
 from areal_lite.config.recipe import Config
-from areal_lite.types import Row, Sample, Shard
+from areal_lite.types import Sample, Shard
 
 NAN = float("nan")
 VERSION = 5
@@ -32,22 +31,6 @@ def step(model_folder: str, shard: Shard, config: Config) -> tuple[dict[str, Any
     trainer = make_trainer(model_folder, config)
     stats = trainer.train_step(shard)
     return stats, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-
-def with_logprobs(rows: Sequence[Row], change: Callable[[int, Sample], np.ndarray]) -> list[Row]:
-    """Replace each row's behaviour logprobs."""
-    return [
-        dataclasses.replace(
-            row, sample=dataclasses.replace(row.sample, logprobs=change(index, row.sample).astype(np.float32))
-        )
-        for index, row in enumerate(rows)
-    ]
-
-
-def own_logprobs(model_folder: str, rows: Sequence[Row]) -> list[np.ndarray]:
-    """Return what the model itself says of each row's tokens."""
-    trainer = make_trainer(model_folder, recipe())
-    return trainer.score([(row.prompt_token_ids, row.sample.token_ids.tolist()) for row in rows])
 
 
 def is_stale(sample: Sample) -> np.ndarray:
@@ -83,14 +66,17 @@ def test_nan_in_a_masked_slot_is_harmless(model_folder: str, objective: dict[str
     """
     rewards = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
     rows = make_rows(minibatches=1, old_tokens=2)
-    own = own_logprobs(model_folder, rows)
+    trainer = make_trainer(model_folder, recipe())
+    own = trainer.score([(row.prompt_token_ids, row.sample.token_ids.tolist()) for row in rows])
 
     def filled(number: float) -> Shard:
-        def logprobs(index: int, sample: Sample) -> np.ndarray:
-            failed = np.isnan(rewards[rows[index].group_index, rows[index].sample_index])
-            return np.where(is_stale(sample) | failed, number, own[index])
-
-        return make_shard(with_logprobs(rows, logprobs), rewards=rewards)
+        """Put a number where nothing is trained, and what the model itself says where something is."""
+        changed = []
+        for row, scores in zip(rows, own, strict=True):
+            failed = np.isnan(rewards[row.group_index, row.sample_index])
+            logprobs = np.where(is_stale(row.sample) | failed, number, scores).astype(np.float32)
+            changed.append(dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs)))
+        return make_shard(changed, rewards=rewards)
 
     expected, expected_weights = step(model_folder, filled(-1.0), recipe(objective=objective))
     got, weights = step(model_folder, filled(NAN), recipe(objective=objective))

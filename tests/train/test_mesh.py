@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, GROUPED, save_model
 from rank_processes import run_ranks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from train_builders import VOCABULARY, full_state, make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -171,34 +170,29 @@ def test_a_checkpoint_of_spread_experts_loads_onto_other_ranks(outputs: tuple[Pa
     torch.testing.assert_close(torch.load(outputs[1] / "experts of two/loaded.pt"), policy, atol=0, rtol=0)
 
 
-def test_a_model_that_cannot_be_split_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("check", "kind", "number", "words"),
+    [
+        (check_divisible, "qwen3", 4, r"full attention and \[2, 2\]"),
+        (check_divisible, "mistral", 2, "MistralForCausalLM with sliding_window"),
+        (check_divisible, "gemma2", 2, "with attn_logit_softcapping, sliding_attention, sliding_window"),
+        (check_divisible, "mpt", 2, "MptForCausalLM with full attention"),
+        (split_layers, "qwen3", 3, "with these and .*intermediate_size': 64"),
+        (split_layers, "gpt2", 2, "GPT2LMHeadModel with no plan"),
+        (split_layers, "phi3", 2, "Phi3ForCausalLM with colwise_gather_output, rowwise_split_input"),
+        (layers_of_experts, "qwen3", 2, "Qwen3ForCausalLM with no plan. Fix: set it to 1"),
+        (layers_of_experts, "qwen3_moe", 3, "Qwen3MoeForCausalLM with 128 experts"),
+        (layers_of_experts, "qwen3_moe", 2, "Qwen3MoeForCausalLM with no layer of experts"),
+        (layers_of_experts, "mimo_v2_flash", 2, "MiMoV2FlashForCausalLM with no layer of experts"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(check: Any, kind: str, number: int, words: str) -> None:
     """Seen failing, one by one, without each of the conditions."""
-    two, three = (cast(DeviceMesh, SimpleNamespace(size=lambda size=size: size)) for size in (2, 3))
-    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 64, "pad_token_id": 0}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    for kind, number, words in (
-        ("qwen3", 4, r"full attention and \[2, 2\]"),
-        ("mistral", 2, "MistralForCausalLM with sliding_window"),
-        ("gemma2", 2, "with attn_logit_softcapping, sliding_attention, sliding_window"),
-        ("mpt", 2, "MptForCausalLM with full attention"),
-    ):
-        architecture = AutoConfig.for_model(kind, **sizes)
-        with pytest.raises(ConfigError, match=words), torch.device("meta"):
-            check_divisible(AutoModelForCausalLM.from_config(architecture), number)
-    for kind, mesh, words in (
-        ("qwen3", three, "with these and .*intermediate_size': 64"),
-        ("gpt2", two, "GPT2LMHeadModel with no plan"),
-        ("phi3", two, "Phi3ForCausalLM with colwise_gather_output, rowwise_split_input"),
-    ):
-        architecture = AutoConfig.for_model(kind, **sizes)
-        with pytest.raises(ConfigError, match=words), torch.device("meta"):
-            split_layers(AutoModelForCausalLM.from_config(architecture), mesh)
-    for kind, number, words in (
-        ("qwen3", 2, "Qwen3ForCausalLM with no plan. Fix: set it to 1"),
-        ("qwen3_moe", 3, "Qwen3MoeForCausalLM with 128 experts"),
-        ("qwen3_moe", 2, "Qwen3MoeForCausalLM with no layer of experts"),
-        ("mimo_v2_flash", 2, "MiMoV2FlashForCausalLM with no layer of experts"),
-    ):
-        architecture = AutoConfig.for_model(kind, **sizes, mlp_only_layers=[0] if number == 2 else [])
-        with pytest.raises(ConfigError, match=words), torch.device("meta"):
-            layers_of_experts(AutoModelForCausalLM.from_config(architecture), number)
+    sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    if check is layers_of_experts:
+        sizes["mlp_only_layers"] = [0] if number == 2 else []
+    ranks: Any = SimpleNamespace(size=lambda: number) if check is split_layers else number
+    architecture = AutoConfig.for_model(kind, **sizes)
+    with pytest.raises(ConfigError, match=words), torch.device("meta"):
+        check(AutoModelForCausalLM.from_config(architecture), ranks)

@@ -40,6 +40,12 @@ def sigmoid(value: float) -> float:
     return float(1 / (1 + np.exp(-value)))
 
 
+def prepared(config: OfflineConfig) -> OfflineTrainer:
+    trainer = offline_trainer(config)
+    trainer.prepare()
+    return trainer
+
+
 def exported(trainer: OfflineTrainer, folder: Path, kind: Any = AutoModelForCausalLM) -> nn.Module:
     trainer.export(folder)
     return kind.from_pretrained(folder).eval()
@@ -54,8 +60,7 @@ def test_supervised_figures(tmp_path: Path) -> None:
     Errors are those of a ratio of sums over rows. Seen failing with tokens, or rows of any length, taken for alike.
     """
     config = offline_config(tmp_path)
-    trainer = offline_trainer(config)
-    trainer.prepare()
+    trainer = prepared(config)
     trainer.step()
     got, model = trainer.evaluate(), exported(trainer, tmp_path / "out")
     rows = []
@@ -76,8 +81,7 @@ def test_reward_figures_and_scores_are_those_of_the_exported_model(tmp_path: Pat
     Seen failing with shorter rows filled up with another token than the padding token of the model.
     """
     config = offline_config(tmp_path, "reward_model")
-    trainer = offline_trainer(config)
-    trainer.prepare()
+    trainer = prepared(config)
     got = trainer.evaluate()["figures"]
     assert got == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5, "margin": 0.0}  # a head of zeros
     for _ in range(3):
@@ -114,8 +118,7 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
     if other_reference and settings["loss"] != "simpo":
         settings = {**settings, "reference_path": save_tiny_model(tmp_path / "reference", seed=3)}
     config = offline_config(tmp_path, "dpo", preference=settings)
-    trainer = offline_trainer(config)
-    trainer.prepare()
+    trainer = prepared(config)
     for _ in range(2):
         trainer.step()
     got, model = trainer.evaluate()["figures"], exported(trainer, tmp_path / "out")
@@ -164,8 +167,7 @@ def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(config.model.path)
-    trainer = offline_trainer(config)
-    trainer.prepare()
+    trainer = prepared(config)
     for _ in range(3):
         trainer.step()
     model = exported(trainer, tmp_path / "out", AutoModelForSequenceClassification)
@@ -226,16 +228,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
     Seen failing with the order of rows begun anew after a resume, and with DPO's reference run after the load.
     """
     config = offline_config(tmp_path, command)
-    whole = offline_trainer(config)
-    whole.prepare()
+    whole = prepared(config)
     expected = [whole.step() for _ in range(6)]
-    first = offline_trainer(config)
-    first.prepare()
+    first = prepared(config)
     figures = [first.step() for _ in range(3)]
     first.snapshot()(tmp_path / "checkpoint")
     assert ("outputs" in json.loads((tmp_path / "checkpoint" / "meta.json").read_text())) == (command != "reward_model")
-    second = offline_trainer(config)
-    second.prepare()
+    second = prepared(config)
     second.load(tmp_path / "checkpoint")
     assert second.version == 3
     assert [*figures, *(second.step() for _ in range(3))] == expected
@@ -244,10 +243,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
 
 def test_a_reward_model_goes_on_from_a_reward_model(tmp_path: Path) -> None:
     """Its head is kept; a language model's folder gets a new one."""
-    trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
-    trainer.prepare()
+    trainer = prepared(offline_config(tmp_path, "reward_model"))
     trainer.step()
     trainer.export(tmp_path / "out")
-    again = offline_trainer(offline_config(tmp_path, "reward_model", model={"path": str(tmp_path / "out")}))
-    again.prepare()
+    again = prepared(offline_config(tmp_path, "reward_model", model={"path": str(tmp_path / "out")}))
     assert again.evaluate()["figures"] == pytest.approx(trainer.evaluate()["figures"])
