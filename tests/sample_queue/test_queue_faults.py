@@ -307,8 +307,9 @@ def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
     async def scenario(client: AsyncQueueClient) -> None:
         waiting = [client.lease_verify(worker="verifier/0", limit=1, wait_s=LONG_WAIT_S) for _ in range(3)]
         tasks = [asyncio.ensure_future(call) for call in waiting]
-        while (await client.status())["parked"] < 3:
-            pass
+        async with asyncio.timeout(SOON_S):
+            while (await client.status())["parked"] < 3:
+                pass
         client.close()
         client.close()
         answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), SOON_S)

@@ -52,8 +52,9 @@ def test_work_is_not_lost_with_a_client_that_is_gone() -> None:
         with dealer(access) as gone:
             gone.send_multipart([b"id", encode({"op": "lease_verify", "fields": WAITING})])
             await_parked(client, 1)
-        port = int(access.endpoint.rpartition(":")[2])
+        port, begun = int(access.endpoint.rpartition(":")[2]), time.monotonic()
         while sum(link.laddr.port == port and bool(link.raddr) for link in psutil.Process().net_connections()) > 1:
+            assert time.monotonic() - begun < SOON_S
             time.sleep(0.01)  # the server's side has not noticed yet
         generate(client, 1)
         assert client.status()["parked"] == 0
