@@ -3,10 +3,9 @@
 import json
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from pages import tables as load_tables
+from pages import tables as load
 from places import DOCS
 
 from areal_lite import node
@@ -22,21 +21,18 @@ class Interrupted(subprocess.Popen[bytes]):
         return super().wait(timeout)
 
 
-@pytest.fixture
-def tables() -> ModuleType:
-    return load_tables()
-
-
-def test_pages_match_their_json_files(tables: ModuleType) -> None:
+def test_pages_match_their_json_files() -> None:
     """Seen failing with a figure of docs/performance.md and one of README changed by hand."""
+    tables = load()
     parts = tables.all_parts()
     assert tables.pages()
     for path in tables.pages():
         assert tables.filled(path.read_text(), parts) == path.read_text(), f"{path.name}: python docs/tables.py"
 
 
-def test_every_part_has_one_place_and_every_place_a_part(tables: ModuleType) -> None:
+def test_every_part_has_one_place_and_every_place_a_part() -> None:
     """Seen failing with a place renamed on one side."""
+    tables = load()
     places = [found["name"] for path in tables.pages() for found in tables.PLACE.finditer(path.read_text())]
     assert sorted(places) == sorted(tables.all_parts())
     comments = [path.read_text().count(": docs/tables.py -->") for path in (*tables.OUTSIDE, *DOCS.glob("*.md"))]
@@ -45,7 +41,7 @@ def test_every_part_has_one_place_and_every_place_a_part(tables: ModuleType) -> 
 
 def test_every_figure_has_a_command_that_measures_it_again() -> None:
     """Seen failing with a command left out, and with one for figures that are gone."""
-    figures = load_tables("figures")
+    figures = load("figures")
     assert sorted(figures.COMMANDS) == sorted(figures.measured())
     assert figures.COMMANDS.keys() > figures.APART.keys()
     commands = [command.format(out="OUT") for command in figures.COMMANDS.values()]
@@ -55,7 +51,7 @@ def test_every_figure_has_a_command_that_measures_it_again() -> None:
 
 def test_figures_are_fresh_only_with_the_hash_of_todays_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hash of Python and YAML files. Seen failing with Python alone, and with names alone."""
-    figures = load_tables("figures")
+    figures = load("figures")
     for name in ("node.py", "a.yaml", "notes.md"):
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(node, "__file__", str(tmp_path / "node.py"))
@@ -76,7 +72,7 @@ def test_what_is_stale_is_measured_until_it_is_fresh(
     Seen failing with a command that failed counted as done, with fresh figures measured again, with half a run kept,
     with what is apart in the exit code, and with a command that Ctrl-C kills before it has ended.
     """
-    figures = load_tables("figures")
+    figures = load("figures")
     docs, fresh = tmp_path / "docs", {"source": figures.source_hash()}
     docs.mkdir()
     (docs / "performance.json").write_text(json.dumps({"queue": {}, "train": fresh}))

@@ -1,8 +1,8 @@
 """Run every snippet of the pages in `RUN`.
 
-A block that begins with `# name.ending` is a file of one folder, as the reader would make it. Each Python file is
-called on an example (`CALLS`), each recipe is loaded, and each shell line is run in this process; `train` becomes
-`check-config`. `test_a_migration_trains` trains.
+A block that begins with `# name.ending` is a file of one folder, as the reader would make it. `check_name` below calls
+the Python file `name.py` on an example; each recipe is loaded, and each shell line is run in this process; `train`
+becomes `check-config`. `test_a_migration_trains` trains.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -90,17 +90,17 @@ def scored(name: str, completion: str, reference: str = "", **arguments: Any) ->
     return reply
 
 
-def check_five_lines() -> None:
+def check_my_verifier() -> None:
     assert scored("my_verifier.py:verify", "7+25=32#32", "so 32 #### 32").reward == 1.0
     assert scored("my_verifier.py:verify", "7+25=33#33", "32").reward == 0.0
 
 
-def check_arguments() -> None:
+def check_close() -> None:
     assert scored("close.py:verify", "2.5", "2").reward == 0.0
     assert scored("close.py:verify", "2.5", "2", tolerance=0.5).reward == 1.0
 
 
-def check_preparation() -> None:
+def check_dictionary() -> None:
     assert scored("dictionary.py:verify", "The cat flew", words="words.txt").reward == pytest.approx(2 / 3)
 
 
@@ -111,7 +111,7 @@ def check_steps() -> None:
     assert (dict(reply.parts), reply.feedback) == ({"right": 1.0, "lines": 0.2}, "2 good lines")
 
 
-def check_batch() -> None:
+def check_lengths() -> None:
     function = find_function("lengths.py:verify", kind="verifier")
     calls = [("p", completion, "", {}) for completion in ("x", "x" * 50)]
     assert [reply.reward for reply in Verifier(function, {}).answer(calls)] == [0.99, 0.5]
@@ -132,7 +132,7 @@ def check_hints() -> None:
     ]  # fmt: skip
 
 
-def check_tools() -> None:
+def check_shop() -> None:
     """The conversation that the page shows, call by call."""
     (shown,) = blocks("workflows.md", "")
     pairs = [re.split(r" +(?=<)", line) for line in shown.text.splitlines()]
@@ -188,7 +188,7 @@ def tried(name: str) -> list[tuple[float, dict[str, float]]]:
     return [(reply.reward, dict(reply.metrics or reply.parts)) for reply in asyncio.run(score())]
 
 
-def check_trl() -> None:
+def check_trl_rewards() -> None:
     """Accuracy and a tenth for brevity; the latter alone where the row is of another task, and None for what it is."""
     assert tried("trl") == [(1.1, {"accuracy": 1.0, "brief": 1.0}), (0.1, {"accuracy": 0.0, "brief": 1.0})]
     path = Path("trl_rows.jsonl")
@@ -198,11 +198,11 @@ def check_trl() -> None:
     path.write_text(before)
 
 
-def check_verl() -> None:
+def check_verl_reward() -> None:
     assert tried("verl") == [(1.0, {"has_format": 1.0}), (0.0, {"has_format": 0.0})]
 
 
-def check_openrlhf() -> None:
+def check_openrlhf_reward() -> None:
     assert tried("openrlhf") == [(1.0, {"length": 2.0}), (0.0, {"length": 2.0})]
 
 
@@ -252,25 +252,10 @@ def check_my_program() -> None:
     assert shown.getvalue() == "1.0\n"
 
 
-CALLS: dict[str, Callable[[], None]] = {
-    "my_verifier.py": check_five_lines,
-    "close.py": check_arguments,
-    "dictionary.py": check_preparation,
-    "steps.py": check_steps,
-    "lengths.py": check_batch,
-    "service.py": check_service,
-    "hints.py": check_hints,
-    "shop.py": check_tools,
-    "thermostat.py": check_thermostat,
-    "second_thoughts.py": check_second_thoughts,
-    "squares.py": check_squares,
-    "trl_rewards.py": check_trl,
-    "verl_reward.py": check_verl,
-    "openrlhf_reward.py": check_openrlhf,
-    "my_task.py": check_my_task,
-    "my_agent.py": check_my_agent,
-    "my_program.py": check_my_program,
+CALLS = {
+    f"{name.removeprefix('check_')}.py": check for name, check in [*globals().items()] if name.startswith("check_")
 }
+"""The functions above by the file that they check."""
 
 
 @pytest.mark.parametrize("file", CALLS)

@@ -1,6 +1,5 @@
 """What a clone, a wheel and the images consist of, and the rules that hold for every file."""
 
-import ast
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from test_imports import imports, modules
 
 import areal_lite
 
@@ -34,17 +34,6 @@ def walk(folder: Path) -> Iterator[Path]:
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported(path: Path) -> set[str]:
-    """Top-level names of the packages that a file imports, inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add((node.module or "").partition(".")[0])
-    return names
 
 
 # ---------------------------------------------------------------- packages
@@ -117,10 +106,12 @@ def test_the_core_loads_neither_ray_nor_vllm():
     Seen failing with `from areal_lite.weights.gloo import ...` at the top of the optimiser update's module, and with
     `import ray` at the top of run_folder.py.
     """
-    code = [path for path in walk(ROOT / "areal_lite") if path.suffix == ".py" and "vllm" not in imported(path)]
+    outer = ("areal_lite.actors", "areal_lite.launch")
+    core = {name: path for name, path in modules().items() if not name.startswith(outer)}
+    code = [name for name in core if not any(f"{one}.".startswith("vllm.") for one in imports(core[name]))]
     script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
     script += "print(*sorted({'ray', 'vllm'} & set(sys.modules)))"
-    command = [sys.executable, "-c", script, *map(module_name, code)]
+    command = [sys.executable, "-c", script, *code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
@@ -133,12 +124,13 @@ def test_the_core_loads_neither_ray_nor_vllm():
         ("areal_lite.actors.queue, areal_lite.actors.verifier, areal_lite.actors.rollout", {"torch", "transformers"}),
         ("areal_lite.actors.trainer, areal_lite.weights.publisher", {"areal_lite.weights.prepared"}),
         ("areal_lite.launch.run.train, areal_lite.actors.trainer, areal_lite.actors.probe", {"torch"}),
+        ("areal_lite.verify.child", {"numpy", "torch", "ray", "vllm", "pydantic"}),
     ],
 )
-def test_an_actor_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
+def test_a_process_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
     """Seconds of every start. Seen failing with `import torch` in rollout/worker.py, and `prepared` above gloo.py.
 
-    The controller loads what the last line says.
+    The controller loads what the last line but one says, and a verifier's process, which is often restarted, the last.
     """
     script = f"import {module}, sys\nprint(*{unwanted} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
@@ -148,14 +140,10 @@ def test_an_actor_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -
 # ---------------------------------------------------------------- images
 
 
-def instructions(dockerfile: Path, word: str) -> list[str]:
-    """The arguments of each instruction of a kind, continuation lines joined."""
-    text = dockerfile.read_text().replace("\\\n", " ")
-    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(f"{word} ")]
-
-
 def copied(dockerfile: Path) -> set[str]:
-    return {source for line in instructions(dockerfile, "COPY") for source in line.split()[:-1]}
+    """The sources of each COPY, continuation lines joined."""
+    lines = dockerfile.read_text().replace("\\\n", " ").splitlines()
+    return {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
@@ -171,19 +159,9 @@ def test_what_an_image_copies_exists_and_is_what_the_set_up_reads(dockerfile):
 
 # ---------------------------------------------------------------- every file
 
-ELSEWHERE = ["/home/", "/root/", "/Users/", f"{ROOT}/"]
-
-
-def mentions(words: list[str]) -> list[tuple[str, str]]:
-    """Every (file, word) in the project's text files, this one left out."""
-    texts = [
-        (path.relative_to(ROOT).as_posix(), path.read_text(errors="ignore"))
-        for path in walk(ROOT)
-        if path != Path(__file__)
-    ]
-    return [(name, word) for name, text in texts for word in words for _ in range(text.count(word))]
-
 
 def test_no_file_names_a_place_on_somebodys_machine():
     """Seen failing with the checkout's own path in a comment of the Makefile."""
-    assert mentions(ELSEWHERE) == []
+    elsewhere = ["/home/", "/root/", "/Users/", f"{ROOT}/"]
+    texts = {path: path.read_text(errors="ignore") for path in walk(ROOT) if path != Path(__file__)}
+    assert [(path, word) for path, text in texts.items() for word in elsewhere if word in text] == []

@@ -1,5 +1,7 @@
 """Programs for the verifier `code` that try to get out of their sandbox, or to pass tests without solving them."""
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,3 +22,12 @@ def run_code(program: str, **options: Any) -> Any:
     """Score a program; options are arguments of the verifier, the others columns of the row."""
     arguments = {name: options.pop(name) for name in code.model_fields if name in options}
     return code(**arguments)("", program, "", **options)
+
+
+def processes_with(token: str) -> list[Path]:
+    """Return the living processes whose command line holds a text."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            found += [process] if token in (process / "cmdline").read_text(errors="replace") else []
+    return found

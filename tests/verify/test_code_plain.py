@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, run_code
+from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, processes_with, run_code
 
 from areal_lite.verify.descendants import descendants
 
@@ -36,25 +36,15 @@ def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, statuses: set[str])
     assert set(descendants(os.getpid())) <= before
 
 
-@pytest.mark.parametrize("name", ["zombies", "daemon"])
-def test_nothing_outlives_its_program(name: str) -> None:
-    """Seen failing with `PR_SET_CHILD_SUBREAPER` left out: a daemon then belongs to the system."""
+@pytest.mark.parametrize("name", ["zombies", "daemon", "hidden memory", "file descriptors"])
+def test_an_attack_has_no_success_and_nothing_outlives_it(name: str) -> None:
+    """Seen failing without `refuse_hidden_memory` (hidden memory), and with `PR_SET_CHILD_SUBREAPER` left out: a daemon
+    then belongs to the system.
+    """
     token = secrets.token_hex(8)
-    assert attack(name, token=token).reward == 1.0
-    assert token not in "".join(path.read_text(errors="replace") for path in command_lines())
-
-
-def test_memory_outside_processes_is_refused() -> None:
-    """Seen failing without `refuse_hidden_memory`."""
-    assert attack("hidden memory").reward == 1.0
-
-
-def command_lines() -> list[Path]:
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-
-
-def test_no_file_descriptor_is_handed_on() -> None:
-    assert (attack("file descriptors").reward, attack("file descriptors").feedback) == (1.0, "")
+    result = attack(name, token=token)
+    assert (result.reward, result.feedback) == (1.0, "")
+    assert processes_with(token) == []
 
 
 def test_its_own_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

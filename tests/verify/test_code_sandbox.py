@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, run_code
+from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, processes_with, run_code
 
 from areal_lite.verify.descendants import descendants
 
@@ -60,14 +60,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
     place.abstract.close()
     assert place.is_untouched()
     assert set(descendants(os.getpid())) <= before
-    assert not [pid for pid in Path("/proc").glob("[0-9]*") if place.token in command_line(pid)]
-
-
-def command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
+    assert processes_with(place.token) == []
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import signal
 
 import pytest
 from places import FIXTURES
-from pool_builders import running_pool
+from pool_builders import make_prompt, replies_of, running_pool
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
-from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.quarantine import Quarantine
 
@@ -24,19 +23,11 @@ def running(function, **options):
     return running_pool(f"{CROWD}:{function}", within_s=PATIENCE_S, **{"timeout_s": 1.5} | options)
 
 
-def make_prompt(answer="", row=None):
-    return Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer=str(answer), row=row or {})
-
-
 def score(function, completions, *, prompt=None, **options):
     """Return `(reward or failure)` of each, and the gauges."""
-
-    async def run():
-        async with running(function, **options) as pool:
-            replies = await pool.score(prompt or make_prompt(), completions)
-            return [reply.failure or reply.reward for reply in replies], pool.gauges()
-
-    return asyncio.run(run())
+    options = {"timeout_s": 1.5, "prompt": prompt or make_prompt(""), **options}
+    replies, gauges = replies_of(f"{CROWD}:{function}", completions, **options)
+    return [reply.failure or reply.reward for reply in replies], gauges
 
 
 # --- several calls in one process ---
@@ -86,7 +77,7 @@ def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
 def test_a_batch_takes_what_waits_and_waits_for_nothing(tmp_path):
     """Five calls, at most three at once: 3 + 2. Seen failing (five of one) with `_take(1)`."""
     log = tmp_path / "log"
-    prompt = make_prompt(log, row={"bonus": 1, "verifier": "x", "workflow": "y"})
+    prompt = make_prompt(log, bonus=1, verifier="x", workflow="y")
     assert score("many", ["a", "bb", "ccc", "dd", "e"], prompt=prompt)[0] == [2.0, 3.0, 4.0, 3.0, 2.0]
     assert log.read_text().split() == ["a+bb+ccc", "dd+e"]
 
@@ -132,7 +123,7 @@ def test_a_service_that_stays_away_is_asked_for_a_while(tmp_path):
 def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
     """Twice in all, the second time when it said. Seen failing (thrice) with `retry_after_s` not looked at."""
     log = tmp_path / "log"
-    prompt = make_prompt(log, row={"after_s": 1.0})
+    prompt = make_prompt(log, after_s=1.0)
     assert score("service", ["down:1"], prompt=prompt)[1]["failures"] == {}
     assert score("service", ["down:9"], prompt=prompt, unavailable_s=0.9)[0] == ["unavailable"]
     assert len(log.read_text().split()) == 2 + 2
@@ -145,7 +136,7 @@ def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
         async with running("service", unavailable_s=1.0) as pool:
             refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
             while not refused.done():
-                await pool.score(make_prompt(), ["ok"])
+                await pool.score(make_prompt(""), ["ok"])
             return refused.result()[0].failure
 
     assert asyncio.run(run()) == "unavailable"
@@ -179,16 +170,16 @@ def test_a_calls_own_failure_is_final(completion, failure, tries, tmp_path):
 def test_a_process_killed_while_idle_is_replaced_unnoticed():
     async def run():
         async with running("service") as pool:
-            (reply,) = await pool.score(make_prompt(), ["ok"])
+            (reply,) = await pool.score(make_prompt(""), ["ok"])
             os.kill(int(reply.reward), signal.SIGKILL)
-            (reply,) = await pool.score(make_prompt(), ["ok"])
+            (reply,) = await pool.score(make_prompt(""), ["ok"])
             return reply.failure, pool.gauges()["failures"]
 
     assert asyncio.run(run()) == (None, {})
 
 
 def test_a_row_that_cannot_be_sent_fails_alone():
-    results, _ = score("service", ["ok"], prompt=make_prompt(row={"n": 2**70}))
+    results, _ = score("service", ["ok"], prompt=make_prompt("", n=2**70))
     assert results == ["bad_row"]
 
 
@@ -247,8 +238,8 @@ def test_a_pool_in_quarantine_raises_from_then_on(tmp_path):
     async def run():
         async with running("service", max_failure_share=0.5) as pool:
             with pytest.raises(VerifierError, match=r"failed in 20 of its last 20 calls \(exception:KeyError 20\)"):
-                await pool.score(make_prompt(), ["raise"] * 30)
+                await pool.score(make_prompt(""), ["raise"] * 30)
             with pytest.raises(VerifierError, match="failed in 20 of"):
-                await pool.score(make_prompt(), ["ok"])
+                await pool.score(make_prompt(""), ["ok"])
 
     asyncio.run(run())

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from places import FIXTURES
-from pool_builders import running_pool
+from pool_builders import make_prompt, replies_of, running_pool
 
-from areal_lite.types import Prompt
 from areal_lite.verify.descendants import proportional_bytes, resident_bytes
 
 pytestmark = pytest.mark.deadline
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.deadline
 HOGS = FIXTURES / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"
 PATIENCE_S = 120.0
-PROMPT = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a")
 
 FAILURES = {
     "c": "timeout",
@@ -64,12 +62,8 @@ def running(function, **options):
     return running_pool(f"{HOGS}:{function}", within_s=PATIENCE_S, **defaults | options)
 
 
-def run(scenario):
-    async def bounded():
-        async with asyncio.timeout(PATIENCE_S):
-            return await scenario()
-
-    return asyncio.run(bounded())
+def score(function, completions, **options):
+    return replies_of(f"{HOGS}:{function}", completions, **{"timeout_s": 20.0, "memory_mb": 160} | options)
 
 
 @pytest.mark.parametrize(("harm", "failure"), FAILURES.items())
@@ -85,68 +79,48 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
 
     async def scenario():
         async with running("hog", timeout_s=1.0 if failure == "timeout" else 10.0) as pool:
-            (reply,) = await pool.score(PROMPT, [harm])
-            (after,) = await pool.score(PROMPT, ["right"])
+            (reply,) = await pool.score(make_prompt(), [harm])
+            (after,) = await pool.score(make_prompt(), ["right"])
             until = time.monotonic() + 60.0
             while (num_left := len(marked(mark))) != usual and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             return reply.failure, after.reward, num_left, pool.gauges()["failures"]
 
-    assert run(scenario) == (failure, 1.0, usual, {failure: 1} if failure else {})
+    assert asyncio.run(scenario()) == (failure, 1.0, usual, {failure: 1} if failure else {})
     assert marked(mark) == []
 
 
-def test_a_reply_that_is_too_large_does_not_cost_the_process(mark):
+def test_a_reply_that_is_too_large_does_not_cost_the_process():
     """Seen failing (one restart) without the size looked at in `packed`."""
-
-    async def scenario():
-        async with running("hog", timeout_s=20.0) as pool:
-            replies = await pool.score(PROMPT, ["reply", "right"])
-            return [reply.reward for reply in replies], pool.gauges()["restarts"]
-
-    assert run(scenario) == ([None, 1.0], 0)
+    replies, gauges = score("hog", ["reply", "right"])
+    assert ([reply.reward for reply in replies], gauges["restarts"]) == ([None, 1.0], 0)
 
 
 # --- leaks ---
 
 
 @pytest.mark.parametrize("leak", ["small", "large", "pages", "thread"])
-def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak, mark):
+def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak):
     """48 MiB a process: it holds nine calls of 5 MiB, one of 30, two of two threads, with a stack of 8 MiB each.
 
     Seen failing (most calls, no restart) without `needs_fresh`.
     """
-
-    async def scenario():
-        async with running("leak", memory_mb=48, max_failure_share=0.5, timeout_s=20.0) as pool:
-            replies = await pool.score(PROMPT, [leak] * 12)
-            return [reply.failure for reply in replies], pool.gauges()["restarts"]
-
-    failures, restarts = run(scenario)
-    assert failures == [None] * 12
-    assert restarts >= 12 // 9
+    replies, gauges = score("leak", [leak] * 12, memory_mb=48, max_failure_share=0.5)
+    assert [reply.failure for reply in replies] == [None] * 12
+    assert gauges["restarts"] >= 12 // 9
 
 
-def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either(mark):
+def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either():
     """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `needs_fresh`."""
-
-    async def scenario():
-        async with running("leak", timeout_s=20.0) as pool:
-            replies = await pool.score(PROMPT, ["too large", "none"])
-            return [reply.failure for reply in replies], pool.gauges()["restarts"], pool.gauges()["failures"]
-
-    assert run(scenario) == (["memory", None], 2, {"memory": 1})
+    replies, gauges = score("leak", ["too large", "none"])
+    assert [reply.failure for reply in replies] == ["memory", None]
+    assert (gauges["restarts"], gauges["failures"]) == (2, {"memory": 1})
 
 
-def test_what_the_first_call_keeps_is_no_leak(mark):
+def test_what_the_first_call_keeps_is_no_leak():
     """30 of 36 MiB: a fresh process would be no better. Seen failing (one restart) with `_worn_above` 0.8."""
-
-    async def scenario():
-        async with running("leak", memory_mb=36, timeout_s=20.0) as pool:
-            replies = await pool.score(PROMPT, ["large", "none", "none", "none"])
-            return len({reply.reward for reply in replies}), pool.gauges()["restarts"]
-
-    assert run(scenario) == (1, 0)
+    replies, gauges = score("leak", ["large", "none", "none", "none"], memory_mb=36)
+    assert (len({reply.reward for reply in replies}), gauges["restarts"]) == (1, 0)
 
 
 def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
@@ -163,9 +137,9 @@ def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path
 
     async def scenario():
         async with running_pool(f"{path}:verify", within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
-            scores = asyncio.create_task(pool.score(PROMPT, ["big", "big"]))
+            scores = asyncio.create_task(pool.score(make_prompt(), ["big", "big"]))
             while not scores.done():
-                await pool.score(PROMPT, ["small"])
+                await pool.score(make_prompt(), ["small"])
             return [reply.failure for reply in await scores]
 
     assert asyncio.run(scenario()) == [None, None]

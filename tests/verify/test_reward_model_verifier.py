@@ -1,19 +1,20 @@
 """Verifiers with arguments, those that take long to load, and the learned reward among them, in real processes."""
 
-import asyncio
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from offline_builders import offline_config, offline_trainer
-from pool_builders import running_pool
+from pool_builders import make_prompt, replies_of
 from train_builders import save_tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, VerifierError
-from areal_lite.types import Prompt, Score
+from areal_lite.types import Score
 from areal_lite.verify.builtin.reward_model import reward_model
 
 SLOW = """
@@ -32,23 +33,12 @@ def verify(prompt, completion, answer, *, model, weight=1.0, **row):
 
 
 def score(
-    function: str,
-    arguments: dict[str, Any],
-    *batches: list[str],
-    row: dict[str, Any] | None = None,
-    start_timeout_s: float = 60.0,
-    timeout_s: float = 30.0,
+    function: str, arguments: dict[str, Any], *batches: list[str], timeout_s: float = 30.0, **row: Any
 ) -> list[Score]:
     """Score completions of the prompt 12 in one process, one batch after another; "34" where none is given."""
-    prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row=row or {})
-    options = {"arguments": arguments, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-
-    async def run() -> list[Score]:
-        async with running_pool(function, within_s=120, **options) as pool:
-            replies = [reply for batch in batches or (["34"],) for reply in await pool.score(prompt, batch)]
-            return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
-
-    return asyncio.run(run())
+    prompt = make_prompt("3", text="12", **row)
+    replies, _ = replies_of(function, *batches or (["34"],), prompt=prompt, arguments=arguments, timeout_s=timeout_s)
+    return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
 
 
 @pytest.fixture
@@ -69,7 +59,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
 
 def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) -> None:
     """Seen failing with the row put over the arguments: the column won."""
-    (reply,) = score(slow, {"model": "quick"}, row={"model": "other"})
+    (reply,) = score(slow, {"model": "quick"}, model="other")
     assert reply.failure == "exception:TypeError"
 
 
@@ -77,7 +67,7 @@ def test_such_a_column_is_refused_before_anything_starts() -> None:
     from areal_lite.launch.run.recipe_check import check_argument_names
 
     config = parse_config({"verifier": {"arguments": {"model": "x", "level": 2}}})
-    prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a", row={"level": 1})
+    prompt = make_prompt(level=1)
     with pytest.raises(ConfigError, match=r"verifier\.arguments must have names of their own, got level"):
         check_argument_names(config, [prompt])
     with pytest.raises(ConfigError, match="got answer"):
@@ -88,9 +78,10 @@ def test_such_a_column_is_refused_before_anything_starts() -> None:
 # --- the learned reward ---
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A reward model after a few steps, so that its scores are not all 0."""
+    tmp_path = tmp_path_factory.mktemp("reward")
     trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
     trainer.prepare()
     for _ in range(3):
@@ -105,14 +96,19 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
 
     Seen failing without the end of sequence, which training always had.
     """
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    ids = [*AutoTokenizer.from_pretrained(folder)("1234")["input_ids"], 1]
-    with torch.no_grad():
-        expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+    expected = logit(folder, "1234", end=[1])
     assert abs(expected) > 1e-3
     first, *batch = score("reward_model", {"model": folder}, ["34"], ["3", "4" * 90, "5"])
     assert first.reward == pytest.approx(expected, abs=1e-5)
     assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
+
+
+def logit(folder: str, text: str, *, end: Sequence[int] = ()) -> float:
+    """What transformers gives for a text."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = [*AutoTokenizer.from_pretrained(folder)(text)["input_ids"], *end]
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
 def single(prompt: str, completion: str, *, model: str) -> float:
@@ -122,21 +118,19 @@ def single(prompt: str, completion: str, *, model: str) -> float:
 
 def test_a_text_that_fills_the_context_is_scored_without_an_end(folder: str) -> None:
     """Seen failing with "reads at most 64 tokens, got 65"."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    ids = AutoTokenizer.from_pretrained(folder)("1" * 60 + "2345")["input_ids"]
-    with torch.no_grad():
-        expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+    expected = logit(folder, "1" * 60 + "2345")
     assert single("1" * 60, "2345", model=folder) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("padding", ["its own", "end of sequence", "none"])
 @pytest.mark.parametrize("max_batch", [1, 3, 16])
-def test_a_batch_gives_the_scores_of_single_calls(folder: str, padding: str, max_batch: int) -> None:
+def test_a_batch_gives_the_scores_of_single_calls(folder: str, tmp_path: Path, padding: str, max_batch: int) -> None:
     """Of different lengths, in any order, with the padding token of models from elsewhere too.
 
     Seen failing with padding on the left, with scores returned in the order of lengths, and with 0 filled in whatever
     the model's padding is.
     """
+    folder = shutil.copytree(folder, str(tmp_path / "model"))
     if padding != "its own":
         config = AutoConfig.from_pretrained(folder)
         config.pad_token_id = config.eos_token_id if padding == "end of sequence" else None

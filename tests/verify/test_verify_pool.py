@@ -10,12 +10,12 @@ import psutil
 import pytest
 from executed_lines import executed_lines
 from places import FIXTURES
-from pool_builders import running_pool
+from pool_builders import make_prompt, replies_of, running_pool
 from user_run import alive
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
-from areal_lite.types import Prompt, Score
+from areal_lite.types import Score
 from areal_lite.verify.pool import VerifierPool
 
 pytestmark = pytest.mark.deadline
@@ -23,10 +23,6 @@ pytestmark = pytest.mark.deadline
 BEHAVE = f"{FIXTURES / 'verifiers.py'}:behave"
 PATIENCE_S = 120.0
 """Only a bound on how long a failing test hangs; nothing is measured with it."""
-
-
-def make_prompt(*, text="p", answer="a", row=None):
-    return Prompt(prompt_id="train/0/0", text=text, token_ids=(1,), answer=answer, row=row or {})
 
 
 def settings(function=BEHAVE, **options):
@@ -37,12 +33,9 @@ def running(function=BEHAVE, **options):
     return running_pool(function, within_s=PATIENCE_S, **{"timeout_s": 1.0} | options)
 
 
-def score(completions, *, function=BEHAVE, prompt=None, **options):
-    async def run():
-        async with running(function, **options) as pool:
-            return await scores_of(pool, prompt or make_prompt(), completions)
-
-    return asyncio.run(run())
+def score(completions, *, function=BEHAVE, **options):
+    replies, _ = replies_of(function, completions, **{"timeout_s": 1.0} | options)
+    return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
 
 
 async def scores_of(pool, prompt, completions):
@@ -70,31 +63,37 @@ def test_rewards_come_back_in_order_over_several_processes(tmp_path):
     Seen failing with scores collected in order of completion (`asyncio.as_completed`).
     """
     completions = ["meet", "meet", "slow", "wrong", "right"]
-    scores = score(completions, prompt=make_prompt(answer=str(tmp_path)), processes=2, timeout_s=PATIENCE_S / 2)
+    scores = score(completions, prompt=make_prompt(tmp_path), processes=2, timeout_s=PATIENCE_S / 2)
     assert [item.reward for item in scores] == [1.0, 1.0, 0.5, 0.0, 1.0]
 
 
 def test_the_function_gets_prompt_answer_and_row():
-    prompt = make_prompt(row={"level": 3, "tags": ["x"]})
-    assert score(["row"], prompt=prompt) == [Score(reward=1.0)]
+    assert score(["row"], prompt=make_prompt(level=3, tags=["x"])) == [Score(reward=1.0)]
 
 
-@pytest.mark.parametrize(
-    ("completion", "failure"),
-    [
-        ("nan", "nan"),
-        ("raise", "exception:KeyError"),
-        ("exit", "exception:SystemExit"),
-        ("input", "exception:EOFError"),
-        ("killed", "crashed"),
-    ],
-)
-def test_a_failure_is_a_reason_never_a_reward_and_the_next_call_works(completion, failure):
-    """I7. What harms and hangs: test_pool_misbehaviour.py.
+FAILURES = {
+    "nan": "nan",
+    "raise": "exception:KeyError",
+    "exit": "exception:SystemExit",
+    "input": "exception:EOFError",
+    "killed": "crashed",
+    "sleep": "timeout",
+}
+
+
+def test_a_failure_is_a_reason_never_a_reward_the_next_call_works_and_gauges_count_it(caplog):
+    """I7. The traceback of the second KeyError is not logged again. What harms and hangs: test_pool_misbehaviour.py.
 
     Seen failing with `except BaseException: return [Reply(0.0)]` in `answer`.
     """
-    assert score([completion, "right"], timeout_s=PATIENCE_S) == [Score(failure=failure), Score(reward=1.0)]
+    completions = [completion for bad in FAILURES for completion in (bad, "right")]
+    replies, gauges = replies_of(BEHAVE, [*completions, "raise"], timeout_s=3.0)
+    expected = [pair for failure in FAILURES.values() for pair in ((None, failure), (1.0, None))]
+    assert [(reply.reward, reply.failure) for reply in replies] == [*expected, (None, "exception:KeyError")]
+    assert (gauges["calls"], gauges["restarts"], gauges["busy"], gauges["waiting"]) == (13, 3, 0, 0)
+    assert gauges["failures"] == {**dict.fromkeys(FAILURES.values(), 1), "exception:KeyError": 2}
+    assert 0 < gauges["latency_p50_s"] < gauges["latency_p95_s"]
+    assert sum("no such unit" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_prints_neither_block_nor_reach_the_channel(capfd):
@@ -234,19 +233,6 @@ def test_a_call_costs_the_same_with_many_waiting():
     assert many <= 1.2 * few
 
 
-def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
-    async def run():
-        async with running() as pool:
-            await pool.score(make_prompt(), ["right", "nan", "raise", "raise", "killed", "sleep", "wrong"])
-            return pool.gauges()
-
-    gauges = asyncio.run(run())
-    assert (gauges["calls"], gauges["restarts"], gauges["busy"], gauges["waiting"]) == (7, 3, 0, 0)
-    assert gauges["failures"] == {"nan": 1, "exception:KeyError": 2, "crashed": 1, "timeout": 1}
-    assert 0 < gauges["latency_p50_s"] < gauges["latency_p95_s"]
-    assert sum("no such unit" in record.getMessage() for record in caplog.records) == 1
-
-
 # --- start-up ---
 
 
@@ -291,11 +277,3 @@ def test_a_pool_that_cannot_restart_is_broken_not_spinning(tmp_path):
                 await pool.score(make_prompt(), ["x"])
 
     asyncio.run(run())
-
-
-def test_the_process_imports_nothing_heavy():
-    """Every restart pays for the imports of `child.py`."""
-    program = (
-        "import sys, areal_lite.verify.child; print(*{'numpy', 'torch', 'ray', 'vllm', 'pydantic'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == ""

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from ledger_builders import make_sample
+from pool_builders import make_prompt
 
 from areal_lite.config.data import DataConfig
 from areal_lite.config.verifier import RewardWatchConfig, VerifierConfig
 from areal_lite.errors import VerifierError
-from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet, weighted_sum
 
@@ -46,10 +46,6 @@ def file(tmp_path):
     return path
 
 
-def make_prompt(**row):
-    return Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="7", row=row)
-
-
 def with_set(scenario, *, watch=None, **options):
     async def run():
         watched = RewardWatchConfig(**(watch or {}))
@@ -76,7 +72,7 @@ def test_each_row_is_scored_by_the_verifier_it_names(file):
             {"verifier": 3},
             {"verifier": f"{file}:constant"},  # a row may not choose code
         ]
-        replies = [(await verifiers.score(make_prompt(**row), ["7"]))[0] for row in rows]
+        replies = [(await verifiers.score(make_prompt("7", **row), ["7"]))[0] for row in rows]
         return [reply.failure or reply.reward for reply in replies], set(verifiers.gauges()["verifiers"])
 
     named = {"half": {"function": f"{file}:constant", "arguments": {"value": 0.5}}}
@@ -96,7 +92,7 @@ def test_several_verifiers_add_up_with_their_weights(file):
     """0.5 * 1 (math) + 2 * 0.5 (parts); a failed member fails the sample."""
 
     async def scenario(verifiers):
-        return await verifiers.score(make_prompt(), ["seven", "bad"])
+        return await verifiers.score(make_prompt("7"), ["seven", "bad"])
 
     named = {"math": {"function": f"{file}:constant"}, "tags": {"function": f"{file}:parts"}}
     good, bad = with_set(scenario, function={"math": 0.5, "tags": 2.0}, named=named)
@@ -120,7 +116,7 @@ def test_a_sum_that_float32_cannot_hold_is_no_reward(reply):
 
 def test_a_verifier_alone_in_a_sum_still_has_its_weight(file):
     async def scenario(verifiers):
-        return (await verifiers.score(make_prompt(), ["x"]))[0]
+        return (await verifiers.score(make_prompt("7"), ["x"]))[0]
 
     reply = with_set(scenario, function={f"{file}:constant": 0.5})
     assert (reply.reward, reply.parts) == (0.5, {"v.py:constant": 1.0})
@@ -131,7 +127,7 @@ def test_held_out_prompts_have_a_judge_of_their_own(file):
 
     async def scenario(verifiers):
         return [
-            (await verifiers.score(make_prompt(**row), ["x"], held_out=held_out))[0].reward
+            (await verifiers.score(make_prompt("7", **row), ["x"], held_out=held_out))[0].reward
             for row, held_out in [({}, False), ({}, True), ({"verifier": "exact"}, True)]
         ]
 
@@ -142,7 +138,7 @@ def test_held_out_prompts_have_a_judge_of_their_own(file):
 def test_without_one_they_are_scored_as_in_training(file):
     async def scenario(verifiers):
         rows = [{}, {"verifier": "exact"}]
-        return [(await verifiers.score(make_prompt(**row), ["7"], held_out=True))[0].reward for row in rows]
+        return [(await verifiers.score(make_prompt("7", **row), ["7"], held_out=True))[0].reward for row in rows]
 
     assert with_set(scenario, function=f"{file}:constant", arguments={"value": 0.25}) == [0.25, 1.0]
 
@@ -150,7 +146,7 @@ def test_without_one_they_are_scored_as_in_training(file):
 def test_messages_reach_the_function_where_there_are_any(file):
     async def scenario(verifiers):
         said = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
-        replies = await verifiers.score(make_prompt(), ["a", "b"], messages=[said, ()])
+        replies = await verifiers.score(make_prompt("7"), ["a", "b"], messages=[said, ()])
         return [reply.reward for reply in replies]
 
     assert with_set(scenario, function=f"{file}:turns") == [2.0, 0.0]
@@ -160,10 +156,10 @@ def test_a_stuck_verifier_holds_up_nobody_elses_calls(file):
     """Seen failing with one pool for all."""
 
     async def scenario(verifiers):
-        waiting = asyncio.create_task(verifiers.score(make_prompt(verifier="stuck"), ["x"] * 4))
+        waiting = asyncio.create_task(verifiers.score(make_prompt("7", verifier="stuck"), ["x"] * 4))
         while not verifiers.gauges()["verifiers"]["stuck"]["busy"]:
             await asyncio.sleep(0.01)
-        replies = await asyncio.gather(*(verifiers.score(make_prompt(), ["7"] * 8) for _ in range(20)))
+        replies = await asyncio.gather(*(verifiers.score(make_prompt("7"), ["7"] * 8) for _ in range(20)))
         still_stuck = not waiting.done()
         waiting.cancel()
         return [reply.reward for batch in replies for reply in batch], still_stuck, verifiers.gauges()
@@ -184,7 +180,7 @@ def test_watched_rewards_are_metrics_of_held_out_replies_and_of_a_share_of_the_g
 
     async def scenario(verifiers):
         replies = await asyncio.gather(
-            *(verifiers.judge(make_prompt(), replace(make_sample(), text=text)) for text in ("7", "bad"))
+            *(verifiers.judge(make_prompt("7"), replace(make_sample(), text=text)) for text in ("7", "bad"))
         )
         chosen = {f"train/0/{number}#1" for number in range(4000) if verifiers.is_watched(f"train/0/{number}#1")}
         return replies, chosen, verifiers.gauges()["verifiers"]
@@ -230,6 +226,6 @@ def test_what_does_not_apply_is_no_fault_of_the_verifiers(file):
     """Seen failing with such calls counted: the run ended."""
 
     async def scenario(verifiers):
-        return {reply.failure for _ in range(8) for reply in await verifiers.score(make_prompt(), ["x"] * 4)}
+        return {reply.failure for _ in range(8) for reply in await verifiers.score(make_prompt("7"), ["x"] * 4)}
 
     assert with_set(scenario, function=f"{file}:nothing", max_failure_share=0.1) == {"not_applicable"}

@@ -1,9 +1,12 @@
 """Step rewards move from characters to tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from ledger_builders import make_sample
 
-from areal_lite.types import Sample, Score, StepReward, StopReason, VersionSpan
+from areal_lite.types import Score, StepReward
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.worker import score_of, token_of
 
@@ -34,13 +37,7 @@ def test_a_step_ends_at_the_first_token_that_completes_it(end, token):
 
 
 def test_a_score_has_steps_at_tokens_and_everything_else_as_said():
-    sample = Sample(
-        token_ids=np.array([0, 1, 2, EOS], np.int32),
-        logprobs=np.zeros(4, np.float32),
-        spans=(VersionSpan(version=0, start=0, end=4),),
-        stop_reason=StopReason.STOP,
-        text="7+5",
-    )
+    sample = replace(make_sample(versions=[0] * 4), token_ids=np.array([0, 1, 2, EOS], np.int32), text="7+5")
     reply = Reply(1.0, {"a": 1.0}, ((3, 0.5), (1, -0.5)), "well done", {"n": 2.0})
     assert score_of(reply, sample, decode) == Score(
         reward=1.0,
