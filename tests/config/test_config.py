@@ -84,7 +84,7 @@ def test_a_mixture_in_bfloat16_and_an_engine_in_fp8_have_limits_of_their_own() -
     plain = parse_config({"model": model})
     assert plain.parity_limit() == PARITY_LIMITS["bfloat16"]
     assert plain.parity_limit(is_mixture=True) == PARITY_LIMITS["experts"]
-    on_gpu = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}, "rollout": {"replay_routes": True}}
+    on_gpu = {**GPU, "rollout": {"replay_routes": True}}
     assert parse_config({"model": model, **on_gpu}).parity_limit(is_mixture=True) == PARITY_LIMITS["bfloat16"]
     assert parse_config({"model": model, "rollout": fp8}).parity_limit() == PARITY_LIMITS["fp8"]
     other = {"engine_arguments": {"quantization": "awq"}}
@@ -100,8 +100,7 @@ def test_native_is_decided_where_the_recipe_is_read(found: str, expected: str, m
     monkeypatch.setattr("areal_lite.config.sections.bfloat16_instructions", lambda: found)
     config = parse_config({"model": {"compute_dtype": "native"}})
     assert config.compute_dtype == expected
-    on_gpu = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
-    assert parse_config({"model": {"compute_dtype": "native"}, **on_gpu}).compute_dtype == "bfloat16"
+    assert parse_config({"model": {"compute_dtype": "native"}, **GPU}).compute_dtype == "bfloat16"
     monkeypatch.setattr("areal_lite.config.sections.bfloat16_instructions", lambda: "AMX")
     assert parse_config(config.model_dump()).compute_dtype == expected, "a resume keeps the dtype"
 

@@ -89,12 +89,13 @@ def test_nobody_starves(strength: float) -> None:
     assert longest <= 2 * 16 * (size / 4) / (1 if strength == 1.0 else 0.4)
 
 
-@pytest.mark.parametrize("consumed", [0, 1, 9, 60])
-def test_a_loaded_curriculum_continues_exactly(consumed: int) -> None:
-    """Seen failing with the observations, with the counts of prompts passed over, and with the number of draws not
-    restored.
+@pytest.mark.parametrize("strength", [0.0, 0.6])
+@pytest.mark.parametrize("consumed", [0, 1, 9, 19, 20, 21, 60])
+def test_a_loaded_cursor_continues_exactly(consumed: int, strength: float) -> None:
+    """With and without a curriculum. Seen failing with `load` not shuffling anew, and with the position, the
+    observations, the counts of prompts passed over or the number of draws not restored.
     """
-    cursor, resumed = make_curriculum(20, strength=0.6), make_curriculum(20, strength=0.6)
+    cursor, resumed = (make_curriculum(20, strength=strength) for _ in range(2))
     rng = random.Random(1)
     for _ in range(consumed):
         cursor.observe(cursor.next().prompt_id, rng.random())

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from places import FIXTURES
+from source_builders import write_jsonl
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from train_builders import save_tiny_model
@@ -21,7 +22,6 @@ from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 from areal_lite.types import Prompt
-from areal_lite.wire import decode, encode
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,:<>|\n"
 
@@ -182,16 +182,14 @@ def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
 @pytest.mark.parametrize("limit", ["20", 0, 2.5])
 def test_a_row_limit_that_is_no_number_of_tokens_names_its_line(limit, tmp_path):
     """Seen failing without the type check: the run would fail every group of that row."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": limit}) + "\n")
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "abc", "answer": "1", "max_new_tokens": limit}])
     with pytest.raises(DataError, match=r"at least 1, got .* at .*rows\.jsonl:1"):
         load_source(jsonl_config(data={"path": str(path)}), build_char_tokenizer(LETTERS), "train")
 
 
 def test_a_row_limit_counts_for_the_length(tmp_path):
     """3 characters and 20 tokens do not fit into 22. Seen failing with `rollout.max_new_tokens` taken for every row."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": 20}) + "\n")
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "abc", "answer": "1", "max_new_tokens": 20}])
     config = jsonl_config(data={"path": str(path)}, model={"max_context": 22}, rollout={"max_new_tokens": 4})
     with pytest.raises(ConfigError, match="22 - 20 = 2 tokens, got 3"):
         load_source(config, build_char_tokenizer(LETTERS), "train")
@@ -199,10 +197,9 @@ def test_a_row_limit_counts_for_the_length(tmp_path):
 
 def test_text_outside_the_vocabulary_is_an_error_that_names_character_and_row(tmp_path):
     """Row 2 is the first with a character that is missing, and the letter e the first of them."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in ("1+1=?", "1+e=x", "y")))
+    rows = [{"question": text, "answer": "1"} for text in ("1+1=?", "1+e=x", "y")]
     with pytest.raises(DataError, match=r"rows\.jsonl:2: .* cannot encode the character 'e' \(U\+0065\) "):
-        load_source(jsonl_config(path), build_char_tokenizer(CHARACTERS), "train")
+        load_source(jsonl_config(write_jsonl(tmp_path / "rows.jsonl", rows)), build_char_tokenizer(CHARACTERS), "train")
 
 
 # --- cursor ---
@@ -217,16 +214,6 @@ def test_every_epoch_gives_every_prompt_once_in_another_order():
         assert all(prompt.prompt_id == f"train/{epoch}/{prompt.answer}" for prompt in prompts)
     orders = [[prompt.answer for prompt in prompts] for prompts in epochs]
     assert orders[0] != orders[1] != orders[2] != orders[0]
-
-
-@pytest.mark.parametrize("consumed", [0, 1, 9, 10, 11, 25])
-def test_a_loaded_cursor_continues_exactly(consumed):
-    """Seen failing with `load` not shuffling anew, and with the position not restored."""
-    cursor, resumed = (PromptCursor(make_prompts(10), source="train", seed=3) for _ in range(2))
-    for _ in range(consumed):
-        cursor.next()
-    resumed.load(decode(encode(cursor.state())))
-    assert [resumed.next() for _ in range(25)] == [cursor.next() for _ in range(25)]
 
 
 def test_get_finds_every_prompt_given_out():

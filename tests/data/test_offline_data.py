@@ -55,6 +55,11 @@ def texts(tokenizer: PreTrainedTokenizerFast, data: OfflineData) -> list[tuple[s
     ]
 
 
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
 # --- formats ---
 
 
@@ -68,8 +73,8 @@ def test_plain_completions_end_with_one_end_of_sequence(tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yo"}]},
+        {"messages": chat("hi", "yo")},
+        {"prompt": chat("hi"), "completion": [{"role": "assistant", "content": "yo"}]},
         {"prompt": [{"role": "user", "content": "hi", "name": None}], "completion": "yo"},
     ],
 )
@@ -83,15 +88,10 @@ def test_chats_go_through_the_template_and_stop_where_generation_stops(
 
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    rows = [{"prompt": "hi", "messages": chat}, {"prompt": "a", "completion": "b", "messages": chat}]
+    messages = chat("hi", "yo")
+    rows = [{"prompt": "hi", "messages": messages}, {"prompt": "a", "completion": "b", "messages": messages}]
     path = write(tmp_path / "a.jsonl", rows)
     assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>"), ("a", "b<eos>")]
-
-
-def chat(*texts: str) -> list[dict[str, str]]:
-    """Messages of user and assistant in turn."""
-    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("others", [{}, {"prompt": "q"}])
@@ -112,9 +112,10 @@ def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer:
         (chat("q", "yes"), "no", r"got 0 in common of \['user', 'assistant'\] and \['assistant'\]"),
         (chat("q", "yes", "p"), chat("q", "yes"), "got 2 in common"),
         (chat("q", "a", "p", "b"), chat("q", "c", "p", "d"), "the completion must be one message of the assistant"),
+        ("a", "a", "the two completions of a pair must differ"),
     ],
 )
-def test_whole_chats_that_are_no_pair(
+def test_what_is_no_pair(
     chosen: Any, rejected: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": chosen, "rejected": rejected}])
@@ -128,7 +129,7 @@ def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     answer = [{"role": "assistant", "content": "good"}]
     rows = [
         {"prompt": "q", "chosen": "yes", "rejected": "no"},
-        {"prompt": [{"role": "user", "content": "q"}], "chosen": answer, "rejected": "bad"},
+        {"prompt": chat("q"), "chosen": answer, "rejected": "bad"},
     ]
     data = load(tokenizer, command, path=write(tmp_path / "a.jsonl", rows))
     assert texts(tokenizer, data) == [("q", "yes<eos>", "no<eos>"), ("u:q.a:", "good<eos>", "bad<eos>")]
@@ -167,7 +168,7 @@ def test_held_out_prompts_are_never_trained_on(tmp_path: Path, tokenizer: PreTra
 # --- mistakes ---
 
 GOOD = {"prompt": "q", "completion": "a"}
-CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = chat("q", "a")
 
 
 @pytest.mark.parametrize(
@@ -200,12 +201,6 @@ def test_a_broken_row_is_named_and_explained(
 def test_a_share_of_broken_rows_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.jsonl", [GOOD, "{", GOOD])
     assert len(load(tokenizer, path=path, max_bad_fraction=0.4).train) == 2
-
-
-def test_two_equal_completions_are_no_pair(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "a"}])
-    with pytest.raises(DataError, match="the two completions of a pair must differ"):
-        load(tokenizer, "dpo", path=path)
 
 
 def test_chats_need_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
-from source_builders import ROWS, load, load_one, recipe, source_of, write_parquet
+from source_builders import ROWS, load, load_one, recipe, source_of, write_jsonl, write_parquet
 
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.demonstrations import PRINTABLE
@@ -17,13 +17,7 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.launch.commands import eval as eval_command
-from areal_lite.record.paths import with_absolute_paths
 from areal_lite.verify.protocol import Reply
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def write_folder(path: Path, **splits: list[dict[str, Any]]) -> Path:
@@ -41,7 +35,7 @@ def texts(prompts: list[Any]) -> list[str]:
 def test_all_kinds_of_files_give_the_same_prompts(tmp_path: Path) -> None:
     """Seen failing with the rows of a folder of Parquet files read in the order of the file system, reversed."""
     sources = [
-        source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS)),
+        source_of(write_jsonl(tmp_path / "rows.jsonl")),
         source_of(write_parquet(tmp_path / "rows.parquet")),
         {"source": "dataset", "path": str(tmp_path / "parts")},
         source_of(write_folder(tmp_path / "saved", train=ROWS)),
@@ -100,8 +94,8 @@ def test_an_answer_may_be_a_whole_number_of_any_length(tmp_path: Path) -> None:
     assert (prompt.answer, prompt.row["reference_answers"]) == (str(10**30), [str(10**30), "7"])
 
 
-def test_a_hub_id_is_loaded_by_name_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the paths of the recipe made absolute, hub ids among them."""
+def test_a_hub_id_is_loaded_by_name_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name stays as it is: record/test_paths.py."""
     asked: list[Any] = []
 
     def load_dataset(*arguments: Any) -> Any:
@@ -109,13 +103,8 @@ def test_a_hub_id_is_loaded_by_name_and_configuration(tmp_path: Path, monkeypatc
         return datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.chdir(tmp_path)
-    config = with_absolute_paths(recipe(data={"source": "dataset", "path": "someone/sums:main"}))
-    assert texts(load(config)["dataset"]) == [row["question"] for row in ROWS]
+    assert texts(load_one({"source": "dataset", "path": "someone/sums:main"})) == [row["question"] for row in ROWS]
     assert asked == [("someone/sums", "main")]
-    (tmp_path / "folder").mkdir()
-    local = with_absolute_paths(recipe(data={"source": "dataset", "path": "folder"}))
-    assert local.data.path == str(tmp_path / "folder")
 
 
 def test_a_hub_that_does_not_answer_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +131,7 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
 
 def test_columns_get_new_names(tmp_path: Path) -> None:
     """A swap works too. Seen failing with columns renamed one after another."""
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "rows.jsonl")
     (first, *_) = load_one(source_of(path, columns={"difficulty": "level"}))
     assert first.row == {"difficulty": 1, "tag": "a"}
     (first, *_) = load_one(source_of(path, columns={"tag": "level", "level": "tag"}))
@@ -150,7 +139,7 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there_or_taken_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"no column 'levle'.*set data\.columns\.difficulty; did you mean level\?"):
         load_one(source_of(path, columns={"difficulty": "levle"}))
     with pytest.raises(DataError, match=r"a column 'tag' already, which data\.columns gives to another"):
@@ -187,7 +176,7 @@ def test_an_empty_cell_of_a_column_with_a_meaning_is_none(tmp_path: Path) -> Non
 
 def test_filters_leave_rows_out_and_say_how_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The longest prompt allowed is in. Seen failing with `<` for `<=`."""
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "rows.jsonl")
     with caplog.at_level(logging.INFO):
         kept = load_one(source_of(path, max_prompt_tokens=5))
     assert texts(kept) == ["1+1=?", "2+2=?"]
@@ -218,7 +207,7 @@ def test_a_source_names_verifier_and_workflow_where_a_row_does_not(tmp_path: Pat
     first, second = load_one(source_of(path, verifier="mine", workflow="game"), **NAMED)
     assert (first.row["verifier"], first.row["workflow"]) == ("mine", "game")
     assert (second.row["verifier"], second.row["workflow"]) == ("exact", "single_turn")
-    plain = load_one(source_of(write_jsonl(tmp_path / "plain.jsonl", ROWS)))
+    plain = load_one(source_of(write_jsonl(tmp_path / "plain.jsonl")))
     assert all(prompt.row.keys() == {"level", "tag"} for prompt in plain)
 
 
@@ -257,7 +246,7 @@ def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
 
 def test_a_mix_keeps_its_sources_apart_by_their_ids(tmp_path: Path) -> None:
     """Held-out prompts of each, up to its own `eval_size`. Seen failing with ids `eval/0/index` in a mix."""
-    path = str(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    path = str(write_jsonl(tmp_path / "rows.jsonl"))
     mix = {
         "sums": {"source": "arith", "eval_size": 2, "arith": {"train_size": 4, "eval_size": 3}},
         "mine": {"source": "jsonl", "path": path, "eval_path": path, "eval_size": 1},
@@ -292,11 +281,7 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     Seen failing with lists refused as prompts, with dots read as one name, and with two system messages; without the
     messages as a column, and with that among what a resumed run compares.
     """
-    path = tmp_path / f"rows.{kind}"
-    if kind == "parquet":
-        write_parquet(path, VERL_ROWS)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in VERL_ROWS))
+    path = (write_parquet if kind == "parquet" else write_jsonl)(tmp_path / f"rows.{kind}", VERL_ROWS)
     source = source_of(path, prompt_column="prompt", answer_column="reward_model.ground_truth", system="be kind")
     source["columns"] = {"number": "extra_info.index"}
     tokenizer = build_char_tokenizer(PRINTABLE)
@@ -313,8 +298,7 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{n}+1=?", "reward_model": {"ground_truth": [n, "n"]}, "extra_info": {"index": n}} for n in (1, 2)
     ]
-    plain = tmp_path / "plain.jsonl"
-    plain.write_text("".join(map(json.dumps, rows)).replace("}{", "}\n{"))
+    plain = write_jsonl(tmp_path / "plain.jsonl", rows)
     source |= {"source": "jsonl", "path": str(plain)}
     (prompts,) = load_sources(recipe(data=source | {"chat": True}), tokenizer, "train").values()
     assert [prompt.text for prompt in prompts] == [f"s:be kind;u:{n}+1=?;a:" for n in (1, 2)]
@@ -325,7 +309,7 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"data\.system is the first message of a chat.*set data\.chat=true"):
         load_sources(recipe(data=source), tokenizer, "train")
-    plain.write_text(json.dumps(rows[0]) + "\n" + json.dumps(VERL_ROWS[0]))
+    write_jsonl(plain, [rows[0], VERL_ROWS[0]])
     with pytest.raises(DataError, match=r"a list of chat messages, others are plain texts: set data\.chat=true"):
         load_sources(recipe(data=source | {"system": None}), tokenizer, "train")
 
@@ -341,7 +325,7 @@ def price(fruit: str) -> int:
 
 def test_a_chat_template_tells_the_model_of_tools(tmp_path: Path) -> None:
     """Seen failing with tools not handed to the template, and with a template that is silent about them."""
-    source = source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), chat=True, tools=["test_sources:price"])
+    source = source_of(write_jsonl(tmp_path / "rows.jsonl"), chat=True, tools=["test_sources:price"])
     tokenizer = build_char_tokenizer(PRINTABLE)
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE
     (prompts,) = load_sources(recipe(data=source), tokenizer, "train").values()

@@ -62,12 +62,12 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sources; a hub id is one unless there is such a folder": (
         {"data": {"mix": {
             "file": {"source": "jsonl", "path": "a.jsonl", "eval_path": "b.jsonl"},
-            "hub": {"source": "dataset", "path": "owner/name"},
+            "hub": {"source": "dataset", "path": "owner/name:main"},
             "folder": {"source": "dataset", "path": "owner/local"},
         }}},
         {"data": {"mix": {
             "file": {"path": "{here}/a.jsonl", "eval_path": "{here}/b.jsonl"},
-            "hub": {"path": "owner/name", "eval_path": None},
+            "hub": {"path": "owner/name:main", "eval_path": None},
             "folder": {"path": "{here}/owner/local"},
         }}},
     ),

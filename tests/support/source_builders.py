@@ -1,5 +1,6 @@
 """Recipes of sources, and files with rows, for the tests of the data."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ def source_of(path: Path, **settings: Any) -> dict[str, Any]:
     """The section of a folder or file, by its kind."""
     kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix, "dataset")
     return {"source": kind, "path": str(path), **settings}
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
