@@ -12,7 +12,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, TOOLS_TEMPLATE, own, say, trained, user
+from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, TOOLS_TEMPLATE, own, post, say, trained, user
 from chat_builders import CHATML, make_tokenizer
 from episode_builders import Speaker
 
@@ -41,7 +41,7 @@ def check_calls(sample: Any, speaker: Any) -> None:
 def test_chat_tools_and_streams_keep_every_token(is_streamed: bool) -> None:
     """Seen failing with tools left out of the rendering, and with arguments compared as text."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         async def ask(messages: list[dict[str, Any]]) -> Any:
             if not is_streamed:
                 return (await llm.client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0]
@@ -61,7 +61,6 @@ def test_chat_tools_and_streams_keep_every_token(is_streamed: bool) -> None:
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
         last = await ask([user("1+2?"), said, result])
         assert (last.finish_reason, last.message.content) == ("stop", "it is 3")
-        return 1.0
 
     check_calls(*trained(agent, SAID, **HERMES))
 
@@ -70,7 +69,7 @@ def test_chat_tools_and_streams_keep_every_token(is_streamed: bool) -> None:
 def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
     """Seen failing without the tool results' conversion."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         client = anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key)
 
         async def ask(messages: list[dict[str, Any]]) -> Any:
@@ -99,7 +98,6 @@ def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
                 model="m", max_tokens=1, messages=[user("a")]
             )
         await client.close()
-        return 1.0
 
     check_calls(*trained(agent, SAID, **HERMES))
 
@@ -109,7 +107,7 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
     """Whole inputs only. Seen failing with an earlier response's id that is passed over."""
     flat = {"type": "function", **ADD["function"]}
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         async def ask(items: list[Any]) -> Any:
             if not is_streamed:
                 return await llm.client.responses.create(model="m", input=items, tools=[flat])
@@ -128,7 +126,6 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
         assert last.output_text == "it is 3"
         with pytest.raises(openai.BadRequestError, match="send the whole input again"):
             await llm.client.responses.create(model="m", input="a", previous_response_id=last.id)
-        return 1.0
 
     check_calls(*trained(agent, SAID, **HERMES))
 
@@ -138,13 +135,12 @@ def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
     group = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [
         {"type": "function", **ADD["function"]}]}  # fmt: skip
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         ask = partial(llm.client.responses.create, model="m", tools=[group])
         (use,) = (await ask(input=[user("1+2?")])).output
         assert (use.namespace, use.name) == ("sums", "add")
         result = {"type": "function_call_output", "call_id": use.call_id, "output": "3"}
         await ask(input=[user("1+2?"), use.model_dump(exclude_none=True), result])
-        return 1.0
 
     sample, speaker = trained(agent, [CALL.replace("add", "sums__add"), "it is 3"], **HERMES)
     assert sample.branches == ()
@@ -154,11 +150,10 @@ def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
 def test_an_empty_response_is_a_message() -> None:
     """Seen failing with no output at all: `output[0]` raised, and the next call was a branch."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         response = await llm.client.responses.create(model="m", input=[user("a")])
         assert response.output[0].content[0].text == ""
         await llm.client.responses.create(model="m", input=[user("a"), response.output[0].model_dump(), user("b")])
-        return 1.0
 
     sample, _ = trained(agent, ["", "b"])
     assert sample.branches == ()
@@ -174,21 +169,19 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
         "def parse(text):\n    name, _, x = text.partition(':')\n    return '', [{'name': name, 'arguments': {'x': x}}]"
     )
 
-    async def calls(task: Mapping[str, Any], llm: Any) -> float:
+    async def calls(task: Mapping[str, Any], llm: Any) -> None:
         response = await llm.client.chat.completions.create(model="m", messages=[user("a")], tools=[ADD])
         (call,) = response.choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("add", '{"x": "1"}')
-        return 1.0
 
     trained(calls, ["add:1"], template=TOOLS_TEMPLATE, rollout={"tool_parser": f"{file}:parse"})
 
-    async def thinks(task: Mapping[str, Any], llm: Any) -> float:
+    async def thinks(task: Mapping[str, Any], llm: Any) -> None:
         messages = [user("a")]
         response = await llm.client.chat.completions.create(model="m", messages=messages)
         message = response.choices[0].message
         assert (message.reasoning_content.strip(), message.content.strip()) == ("hm", "yes")
         await say(llm, [*messages, {"role": "assistant", "content": message.content}, user("b")])
-        return 1.0
 
     sample, speaker = trained(thinks, ["hm</think>yes", "no"], rollout={"reasoning_parser": "qwen3"})
     assert sample.branches == ()
@@ -198,7 +191,7 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
 def test_streams_contain_thoughts_and_the_stop_reason() -> None:
     """In every API's own form, and an empty answer. Seen failing without `reasoning` in chunks."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         asked = {"model": "m", "messages": [user("a")]}
         async with llm.client.chat.completions.stream(**asked, stop="END") as stream:
             (choice,) = (await stream.get_final_completion()).choices
@@ -213,7 +206,6 @@ def test_streams_contain_thoughts_and_the_stop_reason() -> None:
             (thoughts, said), empty = message.content, await client.messages.create(**asked, max_tokens=50)
         assert (thoughts.thinking, said.text, message.stop_sequence) == ("hm", "yes", "END")
         assert (message.usage.output_tokens, empty.content[-1].type) == (len("hm</think>yesEND"), "thinking")
-        return 1.0
 
     answers = ["hm</think>yesEND", "hm</think>yes", "hm</think>yesEND", "hm</think>"]
     sample, speaker = trained(agent, answers, rollout={"reasoning_parser": "qwen3"})
@@ -226,32 +218,23 @@ def test_a_retry_is_answered_from_the_record() -> None:
     Seen failing with every request a call of its own.
     """
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        async def post(body: dict[str, Any], timeout: float | httpx.Timeout = 120.0, **headers: str) -> str:
-            async with httpx.AsyncClient(timeout=timeout) as client:
-                response = await client.post(
-                    f"{llm.base_url}/chat/completions",
-                    json=body,
-                    headers={"authorization": f"Bearer {llm.api_key}", **headers},
-                )
-                return str(response.json()["choices"][0]["message"]["content"])
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
+        async def ask(text: str, **options: Any) -> str:
+            response = await post(llm, "chat/completions", {"messages": [user(text)]}, **options)
+            return str(response.json()["choices"][0]["message"]["content"])
 
-        def asking(text: str) -> dict[str, Any]:
-            return {"messages": [user(text)]}
-
-        assert await post(asking("a")) == "1"
-        assert await post(asking("a"), **{"x-stainless-retry-count": "1"}) == "1"
-        assert await post(asking("b"), **{"idempotency-key": "k"}) == "2"
-        assert await post(asking("b"), **{"idempotency-key": "k"}) == "2"
+        assert await ask("a") == "1"
+        assert await ask("a", **{"x-stainless-retry-count": "1"}) == "1"
+        assert await ask("b", **{"idempotency-key": "k"}) == "2"
+        assert await ask("b", **{"idempotency-key": "k"}) == "2"
         await llm_engine.pause("recompute")
         with pytest.raises(httpx.ReadTimeout):
-            await post(asking("c"), timeout=httpx.Timeout(60, read=1.0))
+            await ask("c", timeout=httpx.Timeout(60, read=1.0))
         await llm_engine.resume()
         while llm_engine.tokens_generated < len("1$2$3$"):
             await asyncio.sleep(0.01)
-        assert await post(asking("c")) == "3"
-        assert await post(asking("c")) == "4"  # on purpose
-        return 1.0
+        assert await ask("c") == "3"
+        assert await ask("c") == "4"  # on purpose
 
     llm_engine = Speaker(["1", "2", "3", "4"], tokenizer=make_tokenizer(CHATML))
     sample, speaker = trained(agent, [], engine=llm_engine)
@@ -265,7 +248,7 @@ def test_a_retry_is_answered_from_the_record() -> None:
 def test_an_answer_that_no_client_received_does_not_train(over: str, ending: str) -> None:
     """Seen failing with calls that are kept as they end, and (timeout) without the client's."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         llm = replace(llm, endpoint=None) if over == "sockets" else llm
         await say(llm, [user("a")])
         await engine.pause("recompute")
@@ -284,7 +267,6 @@ def test_an_answer_that_no_client_received_does_not_train(over: str, ending: str
             await asyncio.sleep(0.01)
         await say(llm, [user("c")])
         await llm.close()
-        return 1.0
 
     engine = Speaker(["x", "y", "z"], tokenizer=make_tokenizer(CHATML))
     sample, _ = trained(agent, [], engine=engine)
@@ -297,7 +279,7 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
     Seen failing with every call over HTTP, with answers that are left dicts, and with a failed call that is no retry.
     """
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         sent, send = list[Any](), llm.client._client.send
         llm.client._client.send = lambda request, **options: [sent.append(request), send(request, **options)][1]
 
@@ -324,7 +306,6 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
         with pytest.raises(openai.APITimeoutError):
             await say(llm, [user("d")])
         assert len(sent) == 6
-        return 1.0
 
     engine = _Unlucky([SAID[0]] * 9, tokenizer=make_tokenizer(TOOLS_TEMPLATE))
     sample, _ = trained(agent, [], engine=engine, **HERMES)

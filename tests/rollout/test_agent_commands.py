@@ -2,11 +2,8 @@
 
 import asyncio
 import functools
-import http.server
 import os
-import socketserver
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 from agent_builders import trained
 from episode_builders import Speaker, load, make_prompt, run
+from http_server import answering
 from user_run import alive
 
 from areal_lite.config.recipe import parse_config
@@ -157,7 +155,7 @@ try:
 except OSError:
     pass
 try:
-    urllib.request.urlopen({address!r}, timeout=5)
+    urllib.request.urlopen({address!r}, b"0", timeout=5)
     found.append("network")
 except OSError:
     pass
@@ -176,11 +174,7 @@ def test_a_program_in_the_sandbox_reaches_the_model_and_nothing_else(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AREAL_SECRET", "1")
-    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        places = [__file__, f"/proc/{os.getpid()}/environ"]
-        address = f"http://127.0.0.1:{server.server_address[1]}/"
-        program = LOOKS.format(places=places, address=address)
+    with answering() as server:
+        program = LOOKS.format(places=[__file__, f"/proc/{os.getpid()}/environ"], address=server.url)
         seen = [play(tmp_path, program, is_sandboxed=is_sandboxed).score for is_sandboxed in (True, False)]
-        server.shutdown()
     assert [(score and score.reward, score and score.parts["seen"]) for score in seen] == [(1.0, 0.0), (1.0, 5.0)]

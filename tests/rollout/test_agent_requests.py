@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, own, say, train, trained, user
+from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, own, post, say, train, trained, user
 from chat_builders import CHATML, make_tokenizer
 from episode_builders import Speaker, load
 
@@ -29,15 +29,6 @@ KINDS = {
 }
 
 
-async def post(llm: Any, api: str, body: Mapping[str, Any] | bytes, **headers: str) -> httpx.Response:
-    """Send a request over a socket, as it is."""
-    content = body if isinstance(body, bytes) else json.dumps({"model": "m", **body})
-    async with httpx.AsyncClient(timeout=120.0, trust_env=False) as client:
-        return await client.post(
-            f"{llm.base_url}/{api}", content=content, headers={"x-api-key": llm.api_key, **headers}
-        )
-
-
 def refusal(response: httpx.Response) -> dict[str, Any]:
     """Return the error of a response that tells clients not to retry."""
     assert response.headers["x-should-retry"] == "false", response.text
@@ -49,10 +40,9 @@ def refusal(response: httpx.Response) -> dict[str, Any]:
 def asking(scenario: Any, answers: Any = lambda _: "abc", **options: Any) -> tuple[Any, Speaker]:
     """Run an agent that ends with a call of its own, so that there is a sample."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         await scenario(llm)
         await say(llm, [user("z")])
-        return 1.0
 
     return trained(agent, answers, **options)
 
@@ -65,7 +55,7 @@ def test_a_thread_is_refused_so_that_the_client_sends_all_messages() -> None:
         """Add."""
         return str(a + b)
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         async with anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key) as client:
             runner = client.beta.messages.tool_runner(
                 model="m", max_tokens=100, messages=[{"role": "user", "content": "1+2?"}], tools=[add]
@@ -74,7 +64,6 @@ def test_a_thread_is_refused_so_that_the_client_sends_all_messages() -> None:
         thread = {"type": "continue", "previous_message_id": "msg_1"}
         error = refusal(await post(llm, "messages", {**KINDS["messages"], "thread": thread}))
         assert (error["status"], error["details"]["error_code"]) == (400, "thread_unsupported_request")
-        return 1.0
 
     sample, speaker = trained(agent, ["so " + CALL, "it is 3"], **HERMES)
     assert sample.branches == ()
@@ -346,13 +335,12 @@ class Noted:
 def test_nothing_is_rendered_or_tokenised_on_the_event_loop() -> None:
     """Of chats and of texts, first ones and those that continue. Seen failing with all of it in the main thread."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         messages = [user("a")]
         await say(llm, messages)
         await say(llm, [*messages, user("b")])
         first = await llm.client.completions.create(model="m", prompt="Q")
         await llm.client.completions.create(model="m", prompt=f"Q{first.choices[0].text} more")
-        return 1.0
 
     class Silent(Speaker):
         """Generates without its tokenizer."""

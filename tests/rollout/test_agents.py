@@ -93,7 +93,7 @@ def test_the_same_again_on_purpose_is_a_sibling_and_shared_tokens_train_once() -
 def test_two_agents_in_one_rollout_do_not_interleave() -> None:
     """Each continues its own answers, in any order of calls. Seen failing with answers that are not compared."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         async def one(name: str) -> None:
             messages = [user(name)]
             for number in range(3):
@@ -101,7 +101,6 @@ def test_two_agents_in_one_rollout_do_not_interleave() -> None:
                 messages.append(user(f"{name} {number}"))
 
         await asyncio.gather(one("planner"), one("solver"))
-        return 0
 
     sample, speaker = trained(agent, lambda text: f"so {text[-20:-12]}")
     assert len(sample.branches) == 1
@@ -164,10 +163,9 @@ def test_agents_that_fail_are_lost_samples() -> None:
     async def silent(task: Mapping[str, Any], llm: Any) -> float:
         return 1.0
 
-    async def endless(task: Mapping[str, Any], llm: Any) -> float:
+    async def endless(task: Mapping[str, Any], llm: Any) -> None:
         await say(llm, [user("a")])
         await asyncio.sleep(3600)
-        return 1.0
 
     for agent, message in ((raises, "workflow:KeyError"), (silent, "at least once"), (endless, "turn_timeout_s=0.5")):
         with pytest.raises(EpisodeError, match=message):
@@ -178,20 +176,19 @@ def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end(
     """A session ends with its rollout; no other key opens it. Seen failing with sessions that stay open."""
     seen: list[Any] = []
 
-    def agent(task: Mapping[str, Any], llm: Any) -> float:
+    def agent(task: Mapping[str, Any], llm: Any) -> None:
         seen.append(llm)
         client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
         assert client.models.list().data[0].id == "policy"
         client.chat.completions.create(model="m", messages=[user("a")])
         if llm is seen[0]:
-            return 1.0
+            return
         other = openai.OpenAI(base_url=seen[0].base_url, api_key=llm.api_key)
         with pytest.raises((openai.AuthenticationError, openai.NotFoundError)):
             other.models.list()
         late = openai.OpenAI(base_url=seen[0].base_url, api_key=seen[0].api_key)
         with pytest.raises(openai.NotFoundError, match="must still be open"):
             list(iter(late.models.list, None))  # until it is refused
-        return 1.0
 
     samples, _ = train(agent, lambda _: "x", num=2)
     assert all(isinstance(sample, Sample) for sample in samples), samples
@@ -200,12 +197,11 @@ def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end(
 def test_text_completions_continue_from_exact_tokens() -> None:
     """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded again."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         first = await llm.client.completions.create(model="m", prompt="Q: ")
         await llm.client.completions.create(model="m", prompt=f"Q: {first.choices[0].text} So? ")
         with pytest.raises(openai.BadRequestError, match="chat template"):
             await say(llm, [user("a")])
-        return 1.0
 
     sample, speaker = trained(agent, ["one", "two"], template=None)
     assert speaker.tokenizer.decode([*sample.prompt_ids, *sample.token_ids]) == "Q: one<|im_end|> So? two<|im_end|>"
@@ -216,10 +212,9 @@ def test_text_completions_continue_from_exact_tokens() -> None:
 def test_a_limit_reaches_the_engine_as_a_whole_number(max_tokens: Any) -> None:
     """Seen failing with the body's own value, which vLLM's engine cannot decode."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         await say(llm, [user("a")], max_tokens=max_tokens)
         await llm.client.completions.create(model="m", prompt="Q", max_tokens=max_tokens)
-        return 1.0
 
     _, speaker = trained(agent, ["abc", "abc"])
     assert [repr(sampling.max_new_tokens) for sampling in speaker.samplings] == ["2", "2"]
@@ -229,10 +224,9 @@ def test_a_proxy_of_the_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     """Seen failing (connection error) with the proxies of the environment."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         stream = await llm.client.chat.completions.create(model="m", messages=[user("a")], stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]) == "abc"
-        return 1.0
 
     trained(agent, ["abc"])
 
@@ -240,10 +234,9 @@ def test_a_proxy_of_the_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_text_asked_again_after_an_empty_answer_is_a_branch() -> None:
     """Seen failing: it continued after the empty answer's end token."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         for _ in range(2):
             await llm.client.completions.create(model="m", prompt="Q: ")
-        return 1.0
 
     sample, speaker = trained(agent, ["", "one"], template=None)
     assert speaker.contexts[0] == speaker.contexts[1]
@@ -253,9 +246,8 @@ def test_a_text_asked_again_after_an_empty_answer_is_a_branch() -> None:
 def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:
     """Seen failing with other temperatures than the greedy one refused."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         await say(llm, [user("a")], temperature=0.3)
-        return 1.0
 
     _, speaker = trained(agent, ["a"], sampling=Sampling(max_new_tokens=9, temperature=0.0))
     assert speaker.samplings[0].temperature == 0.0
@@ -264,12 +256,11 @@ def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:
 def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
     """And an answer ends where the context does. Seen failing with the engine's own error, which has no code."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         with pytest.raises(openai.BadRequestError, match=r"model\.max_context=100") as caught:
             await say(llm, [user("a" * 100)])
         assert caught.value.code == "context_length_exceeded"
         await say(llm, [user("a" * 40)])
-        return 1.0
 
     sample, _ = trained(agent, ["b" * 100], max_context=100)
     assert len(sample.prompt_ids) + sample.num_tokens == 100
@@ -278,11 +269,10 @@ def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
 def test_stop_strings_are_not_shown_but_train() -> None:
     """Seen failing with an engine that does not get them."""
 
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
         messages = [user("a")]
         assert await say(llm, messages, stop=["END"]) == "done "
         await say(llm, [*messages, user("b")])
-        return 1.0
 
     sample, speaker = trained(agent, ["done END more", "c"])
     assert sample.branches == ()

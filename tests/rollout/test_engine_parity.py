@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from engine_builders import BackgroundLoop, SyncClient, publish_to, vllm_engine
+from families import save_family
 from torch import nn
 from train_builders import VOCABULARY, save_tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Sample, StopReason
@@ -45,34 +45,11 @@ SEQUENCES = [
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-def save_llama_with_biases(folder: Path) -> str:
-    """Save a Llama that has every kind of bias, and an output layer of its own."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=False,
-        attention_bias=True,
-        mlp_bias=True,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    build_char_tokenizer("0123456789").save_pretrained(folder)
-    return str(folder)
-
-
 def save_model(architecture: str, folder: Path) -> str:
+    """Save a tiny Qwen3, or a Llama that has every kind of bias, and an output layer of its own."""
     if architecture == "llama":
-        return save_llama_with_biases(folder)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 32}
+        return save_family("Llama", str(folder), attention_bias=True, mlp_bias=True, **sizes)
     return save_tiny_model(folder, max_context=MAX_CONTEXT)
 
 

@@ -28,9 +28,9 @@ SETTINGS = {
 class FakeServer:
     """Answers every path as vLLM does; `status` has other answers by path, `settings` other settings by name."""
 
-    def __init__(self, *, stamped: str, status: dict[str, int], settings: dict[str, Any]) -> None:
-        self.stamped, self.calls, self._status = stamped, list[str](), status
-        self._config = {key: {name: settings.get(name, value) for name, value in section.items()}
+    def __init__(self, *, stamped: str = "default", status: Any = None, settings: Any = None) -> None:
+        self.stamped, self.calls, self._status = stamped, list[str](), status or {}
+        self._config = {key: {name: (settings or {}).get(name, value) for name, value in section.items()}
                         for key, section in SETTINGS.items()}  # fmt: skip
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -49,13 +49,9 @@ class FakeServer:
         return web.json_response({"vllm_config": self._config, "weight_version": self.stamped, **choices})
 
 
-async def connected(folder: Path, *, wait_s: float = 0.5, serves: bool = True, **answers: Any) -> Any:
+async def connected(folder: Path, *, serves: bool = True, variable: str | None = None, **answers: Any) -> Any:
     """Connect to a fake server, and generate at version 3 before and after it is restarted."""
-    fake = FakeServer(
-        stamped=answers.get("stamped", "default"),
-        status=answers.get("status", {}),
-        settings=answers.get("settings", {}),
-    )
+    fake = FakeServer(**answers)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.answer)
     runner = web.AppRunner(app)
@@ -64,8 +60,8 @@ async def connected(folder: Path, *, wait_s: float = 0.5, serves: bool = True, *
     address = site.name
     if not serves:
         await runner.cleanup()
-    rollout = {"servers": [address], "server_key_env": answers.get("variable"), "workers": 1}
-    config = parse_config({"run": {"start_timeout_s": wait_s}, "rollout": rollout})
+    rollout = {"servers": [address], "server_key_env": variable, "workers": 1}
+    config = parse_config({"run": {"start_timeout_s": 0.5}, "rollout": rollout})
     try:
         engine = await ServerEngine.connect(config, model_folder=str(folder), server=address)
         await engine.stamp(3)

@@ -1,9 +1,11 @@
 """Agents in the tests: run them on an engine that gives the answers a test wants."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import httpx
 import vllm.entrypoints.openai.chat_completion.protocol  # noqa: F401  imported here, it costs no test time
 from chat_builders import CHATML, make_tokenizer
 from episode_builders import UNCUT, Speaker, given_mask, make_prompt, run
@@ -102,3 +104,14 @@ HERMES = {"rollout": {"tool_parser": "hermes"}, "template": TOOLS_TEMPLATE}
 
 
 CLAUDE_ADD = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
+
+
+async def post(
+    llm: Any, api: str, body: Mapping[str, Any] | bytes, *, timeout: float | httpx.Timeout = 120.0, **headers: str
+) -> httpx.Response:
+    """Send a request over a socket, as it is."""
+    content = body if isinstance(body, bytes) else json.dumps({"model": "m", **body})
+    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+        return await client.post(
+            f"{llm.base_url}/{api}", content=content, headers={"x-api-key": llm.api_key, **headers}
+        )
