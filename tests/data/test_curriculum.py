@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from ledger_builders import make_scores
 from queue_builders import FakeCursor, connected, generate, serving, verify
-from source_builders import load, recipe
-from test_data_mix import make_mix, make_prompts
+from source_builders import load, make_prompts, recipe
+from test_data_mix import make_mix
 
 from areal_lite.data.cursor import MixedCursor, PromptCursor, make_cursor
 from areal_lite.types import Score, StepReward
@@ -32,7 +32,7 @@ def index_of(prompt_id: str) -> int:
 
 
 def plain_order(count: int, number: int) -> list[str]:
-    cursor = PromptCursor(make_prompts(count, name="train"), source="train", seed=0)
+    cursor = PromptCursor(make_prompts(count), source="train", seed=0)
     return [cursor.next().prompt_id for _ in range(number)]
 
 
@@ -108,7 +108,7 @@ def test_a_loaded_cursor_continues_exactly(consumed: int, strength: float) -> No
 
 
 def test_a_curriculum_goes_on_from_a_plain_run_and_back() -> None:
-    plain = PromptCursor(make_prompts(20, name="train"), source="train", seed=0)
+    plain = PromptCursor(make_prompts(20), source="train", seed=0)
     for _ in range(7):
         plain.next()
     cursor = make_curriculum(20)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from places import FIXTURES
-from source_builders import write_jsonl
+from source_builders import make_prompts, write_jsonl
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from train_builders import save_tiny_model
@@ -21,7 +21,6 @@ from areal_lite.data.prompts import load_source
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError, DataError
-from areal_lite.types import Prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,:<>|\n"
 
@@ -34,10 +33,6 @@ def load(path, *, max_bad_fraction=1.0, **settings):
 def jsonl_config(path=None, **sections):
     data = {"source": "jsonl", "path": str(path or FIXTURES / "gsm8k_like.jsonl"), **sections.pop("data", {})}
     return parse_config({"data": data, **sections})
-
-
-def make_prompts(count):
-    return [Prompt(prompt_id=f"train/0/{i}", text=f"text {i}", token_ids=(i,), answer=str(i)) for i in range(count)]
 
 
 # --- JSONL ---

@@ -5,16 +5,11 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from source_builders import load, recipe
+from source_builders import load, make_prompts, recipe
 
 from areal_lite.data.cursor import MixedCursor, PromptCursor, make_cursor
 from areal_lite.errors import CheckpointError, DataError
-from areal_lite.types import Prompt
 from areal_lite.wire import decode, encode
-
-
-def make_prompts(count: int, *, name: str) -> list[Prompt]:
-    return [Prompt(prompt_id=f"{name}/0/{i}", text=f"{name} {i}", token_ids=(i,), answer=str(i)) for i in range(count)]
 
 
 def make_mix(*, seed: int = 0, sizes: dict[str, int] | None = None, **weights: float) -> MixedCursor:

@@ -172,11 +172,6 @@ def test_a_command_of_the_pages_parses(page: str, words: str) -> None:
         assert arguments[0] in shipped_recipes()
 
 
-def messages() -> list[str]:
-    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    return [row for row in rows if row != "message"]
-
-
 def texts() -> Iterator[str]:
     """Yield every string of the package, with `...` in place of formatted values."""
     for folder in ("areal_lite", "launch", "actors"):
@@ -191,6 +186,7 @@ def texts() -> Iterator[str]:
 def test_every_explained_message_exists() -> None:
     """Its parts between `...` occur in one string, in order. Seen failing with a message reworded in the code."""
     known = list(texts())
-    patterns = {message: ".*".join(map(re.escape, message.split("..."))) for message in messages()}
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    patterns = {row: ".*".join(map(re.escape, row.split("..."))) for row in rows if row != "message"}
     assert len(patterns) >= 15
     assert [one for one, pattern in patterns.items() if not any(re.search(pattern, text) for text in known)] == []

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_builders import make_offline_run, make_run
-from test_report_page import results
-
-from areal_lite.record.report import write_bench, write_comparison, write_report
+from test_report_page import write_pages
 
 pytestmark = pytest.mark.browser
 
@@ -34,19 +31,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("reports")
-    run = make_run(folder / "run", steps=40)
-    return {
-        "run": write_report(run),
-        "offline": write_report(make_offline_run(folder / "offline")),
-        "comparison": write_comparison([run, make_run(folder / "other")], out=folder / "comparison.html"),
-        "bench": write_bench(results(folder / "bench")),
-    }
-
-
-def prefer(browser: Any, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    return write_pages(tmp_path_factory.mktemp("reports"))
 
 
 def wait(browser: Any, until: Callable[[], bool]) -> None:
@@ -58,7 +43,8 @@ def wait(browser: Any, until: Callable[[], bool]) -> None:
 def show(browser: Any, page: Path, *, width: int = 1280) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    prefer(browser, "light")
+    feature = {"name": "prefers-color-scheme", "value": "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     browser.get(page.as_uri())
     browser.execute_script("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     drawn = "return document.querySelectorAll('.chart:not(.js-plotly-plot)').length == 0"

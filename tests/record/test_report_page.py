@@ -4,7 +4,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,25 +42,33 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pages(tmp_path: Path) -> Iterator[Path]:
-    online = make_run(tmp_path / "online", steps=40)
-    yield write_report(online)
-    yield write_report(make_offline_run(tmp_path / "offline"))
-    yield write_comparison([online, make_run(tmp_path / "other")], out=tmp_path / "comparison.html")
-    yield write_bench(results(tmp_path / "bench"))
+def write_pages(folder: Path) -> dict[str, Path]:
+    """A page of each kind."""
+    run = make_run(folder / "run", steps=40)
+    return {
+        "run": write_report(run),
+        "offline": write_report(make_offline_run(folder / "offline")),
+        "comparison": write_comparison([run, make_run(folder / "other")], out=folder / "comparison.html"),
+        "bench": write_bench(results(folder / "bench")),
+    }
 
 
-def test_every_chart_is_one_that_plotly_knows(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_pages(tmp_path_factory.mktemp("pages"))
+
+
+def test_every_chart_is_one_that_plotly_knows(pages: dict[str, Path]) -> None:
     """Plotly's own check of names and values. Seen failing with `yaxis.titel`."""
-    for page in pages(tmp_path):
+    for page in pages.values():
         charts = data_of(page)["charts"]
         assert charts
         assert all(graph_objects.Figure(data=chart["data"], layout=chart["layout"]).data for chart in charts)
 
 
-def test_each_page_has_its_parts_and_no_empty_one(tmp_path: Path) -> None:
+def test_each_page_has_its_parts_and_no_empty_one(pages: dict[str, Path], tmp_path: Path) -> None:
     """Seen failing with empty sections kept: an offline run has no timeline, no lengths, no samples."""
-    online, offline, comparison, bench = (headings(page) for page in pages(tmp_path))
+    online, offline, comparison, bench = map(headings, pages.values())
     assert online == ["Overview", "Learning", "Timeline", "Samples", "Speed and memory", "Age of the tokens",
                       "Lengths", "Verifiers", "Loss diagnostics", "Settings"]  # fmt: skip
     assert offline == ["Overview", "Loss diagnostics", "Settings"]
@@ -111,18 +118,9 @@ def test_the_calibration_of_choices_is_drawn(tmp_path: Path) -> None:
         event |= {"watched": {"truth": {"a": 1.0}}} if event["kind"] == "eval" else {}
     write_rows(run / "events.jsonl", events)
     groups = {1: ["The answer is B.", "(B)", "B", "no idea"], 2: ["A", "A", "(A)", "the answer is A"]}
-    write_rows(
-        run / "samples.jsonl",
-        [
-            {
-                "step": step,
-                "group": "a",
-                "answer": "B",
-                "samples": [{"text": text, "reward": 1.0, "spans": []} for text in texts],
-            }
-            for step, texts in groups.items()
-        ],
-    )
+    samples = {step: [{"text": text, "reward": 1.0, "spans": []} for text in texts] for step, texts in groups.items()}
+    rows = [{"step": step, "group": "a", "answer": "B", "samples": samples[step]} for step in samples]
+    write_rows(run / "samples.jsonl", rows)
     charts = [{line.get("name"): line["y"] for line in one["data"]} for one in data_of(write_report(run))["charts"]]
     drawn = [lines for lines in charts if "right" in lines]
     assert drawn == [{"share of its samples": [0.75, 1.0], "right": [1.0, 0.0]}]
@@ -157,9 +155,9 @@ def test_results_of_another_version_stand_in_the_whole(tmp_path: Path, results: 
     assert headings(write_bench(tmp_path)) == ["Overview", "All results"]
 
 
-def test_pages_ask_the_network_for_nothing(tmp_path: Path) -> None:
+def test_pages_ask_the_network_for_nothing(pages: dict[str, Path]) -> None:
     """Of the page's own text; the browser test sees that the chart library asks for nothing either."""
-    for page in pages(tmp_path):
+    for page in pages.values():
         text = page.read_text()
         own = text[: text.index('id="plotly"')] + text[text.rindex('"use strict";\nconst DATA') :]
         assert re.findall(r'(?:src|href)="(?!#|data:,)|https?://|@import|url\(', own) == []

@@ -28,14 +28,8 @@ def resumed(tmp_path: Path, *, run: dict[str, Any] | None = None, **sections: di
     return folder
 
 
-def save_nothing(path: Path) -> None:
-    path.mkdir()
-
-
-def checkpoint(
-    folder: RunFolder, step: int, *, save: Callable[[Path], None] = save_nothing, keep: int = 2, queue: bytes = b"q"
-) -> Path:
-    return save_run(folder, step, save, queue=queue, keep=keep)
+def checkpoint(folder: RunFolder, step: int, *, save: Callable[[Path], object] = Path.mkdir, keep: int = 2) -> Path:
+    return save_run(folder, step, save, queue=b"q", keep=keep)
 
 
 @pytest.fixture

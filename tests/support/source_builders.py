@@ -28,6 +28,10 @@ def source_of(path: Path, **settings: Any) -> dict[str, Any]:
     return {"source": kind, "path": str(path), **settings}
 
 
+def make_prompts(count: int, *, name: str = "train") -> list[Prompt]:
+    return [Prompt(prompt_id=f"{name}/0/{i}", text=f"{name} {i}", token_ids=(i,), answer=str(i)) for i in range(count)]
+
+
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

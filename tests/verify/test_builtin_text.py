@@ -22,10 +22,9 @@ def test_where_several_answers_are_right_any_will_do(name: str, completion: str)
     """Seen failing with the first alone looked at."""
     references = ["A", "B"] if name == "multiple_choice" else ["5", "7"]
     row: dict[str, Any] = {"choices": ["6", "7"]} if name == "multiple_choice" else {}
-    call = ("", completion, references[0], row)
     verifier = Verifier(find_function(name, kind="verifier"), {})
     for others, score in (({}, 0.0), ({"reference_answers": references}, 1.0)):
-        (reply,) = verifier.answer([(*call[:3], row | others)])
+        (reply,) = verifier.answer([("", completion, references[0], row | others)])
         assert reply.reward == score, reply
 
 
