@@ -17,14 +17,9 @@ from areal_lite.record.lanes import LaneClocks
 LANE = "rollout/0"
 
 
-def events(*rows: tuple[float, str] | tuple[float, str, int], lane: str = LANE) -> list[Event]:
+def events(*rows: tuple[float, str] | tuple[float, str, int]) -> list[Event]:
     """`(time, kind)`, or `(time, "running", n)`."""
-    return [{"time": row[0], "lane": lane, "kind": row[1], **({"n": row[2]} if len(row) == 3 else {})} for row in rows]
-
-
-def fed(clocks: LaneClocks, log: list[Event]) -> LaneClocks:
-    clocks.feed(log)
-    return clocks
+    return [{"time": row[0], "lane": LANE, "kind": row[1], **({"n": row[2]} if len(row) == 3 else {})} for row in rows]
 
 
 #  0 ..  2 nothing runs: idle
@@ -59,10 +54,11 @@ TOTALS = {
 
 def test_draining_is_counted_apart_from_the_pause() -> None:
     """Samples run to their end from 2 to 7. Seen failing with `drain` as `pausing`."""
-    log = events(
+    clocks = LaneClocks()
+    clocks.feed(events(
         (0.0, "running", 3), (2.0, "drain"), (5.0, "running", 1), (7.0, "running", 0), (7.0, "paused"), (8.0, "resumed")
-    )
-    assert fed(LaneClocks(), log).read(9.0)[LANE] == pytest.approx(
+    ))  # fmt: skip
+    assert clocks.read(9.0)[LANE] == pytest.approx(
         {"generating": 2.0, "draining": 5.0, "transferring": 1.0, "idle": 1.0, "slot_seconds": 3 * 5.0 + 2.0}
     )
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import openai
 import pytest
 from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, TOOLS_TEMPLATE, own, post, say, trained, user
 from chat_builders import CHATML, make_tokenizer
-from episode_builders import Speaker
+from episode_builders import Failing, Speaker
 
 SAID = ["so " + CALL, "it is 3"]
 
@@ -298,7 +298,7 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
         assert len(sent) == 3
         raw = await llm.client.completions.with_raw_response.create(model="m", prompt="b")
         assert (raw.parse().choices[0].text, len(sent)) == (SAID[0], 4)
-        engine.fails = True
+        engine.errors = [RuntimeError("no luck")]
         with pytest.raises(openai.InternalServerError, match="RuntimeError: no luck"):
             await say(llm, [user("c")])
         await engine.pause("recompute")
@@ -307,20 +307,6 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
             await say(llm, [user("d")])
         assert len(sent) == 6
 
-    engine = _Unlucky([SAID[0]] * 9, tokenizer=make_tokenizer(TOOLS_TEMPLATE))
+    engine = Failing([SAID[0]] * 9, tokenizer=make_tokenizer(TOOLS_TEMPLATE))
     sample, _ = trained(agent, [], engine=engine, **HERMES)
     assert (len(sample.sequences), engine.num_asked) == (7, 9)
-
-
-class _Unlucky(Speaker):
-    """Answers, or raises once."""
-
-    fails = False
-    num_asked = 0
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Any) -> Any:
-        self.num_asked += 1
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("no luck")
-        return await super().generate(prompt_ids, sampling)

@@ -275,13 +275,11 @@ def test_a_key_for_another_request_is_an_error() -> None:
     """Seen failing: it got the answer of the first."""
 
     async def scenario(llm: Any) -> None:
-        first = await post(llm, "completions", {"prompt": "a"}, **{"idempotency-key": "k"})
-        again = await post(llm, "completions", {"prompt": "a"}, **{"idempotency-key": "k"})
-        assert first.json()["choices"] == again.json()["choices"]
+        await post(llm, "completions", {"prompt": "a"}, **{"idempotency-key": "k"})
         error = refusal(await post(llm, "completions", {"prompt": "b"}, **{"idempotency-key": "k"}))
         assert (error["status"], error["code"]) == (422, "idempotency_key_reused")
 
-    _, speaker = asking(scenario, ["1", "2", "3"])
+    _, speaker = asking(scenario, ["1", "2"])
     assert len(speaker.contexts) == 2
 
 

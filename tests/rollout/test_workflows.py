@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from episode_builders import TOKENIZER, UNCUT, Speaker, given_mask, ids, load, make_prompt, play, run, spans_of
+from episode_builders import TOKENIZER, UNCUT, Failing, Speaker, given_mask, ids, load, make_prompt, play, run, spans_of
 from scripted_engine import ScriptedEngine
 
 from areal_lite.errors import EngineError, EpisodeError, PluginError
@@ -314,19 +314,9 @@ def test_a_refused_request_is_the_engines_and_a_dead_engine_cannot_be_hidden() -
             turns.append(await engine.generate([*engine.prompt_ids, *turns[0].token_ids]))
         return turns
 
-    class Failing(ScriptedEngine):
-        def __init__(self, *errors: Exception | None) -> None:
-            super().__init__()
-            self.errors = list(errors)
-
-        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Any:
-            if (error := self.errors.pop(0)) is not None:
-                raise error
-            return await super().generate(prompt_ids, sampling)
-
     with pytest.raises(EpisodeError, match=r"^generation:ValueError: prompt too long"):
-        play(Failing(ValueError("prompt too long")), Workflows())
-    engine = Failing(None, EngineError("the engine-core process died"))
+        play(Failing([], ValueError("prompt too long")), Workflows())
+    engine = Failing(["a"], None, EngineError("the engine-core process died"))
     with pytest.raises(EngineError, match="process died"):
         play(engine, Workflows(default="own", loaded={"own": (hides, {})}), sampling=UNCUT)
 

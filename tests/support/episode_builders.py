@@ -72,6 +72,20 @@ class Speaker(ScriptedEngine):
         )
 
 
+class Failing(Speaker):
+    """Raises `errors` in its calls one after another, None for a call that is answered; then it only answers."""
+
+    def __init__(self, answers: Any, *errors: Exception | None, **options: Any) -> None:
+        super().__init__(answers, **options)
+        self.errors, self.num_asked = list(errors), 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        self.num_asked += 1
+        if self.errors and (error := self.errors.pop(0)) is not None:
+            raise error
+        return await super().generate(prompt_ids, sampling)
+
+
 def make_prompt(text: str = "1-9?", *, answer: str = "", **row: Any) -> Prompt:
     return Prompt(prompt_id="train/0/0", text=text, token_ids=tuple(ids(text)), answer=answer, row=row)
 

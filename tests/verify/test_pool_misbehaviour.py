@@ -20,7 +20,6 @@ pytestmark = pytest.mark.deadline
 
 HOGS = FIXTURES / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"
-PATIENCE_S = 120.0
 
 FAILURES = {
     "c": "timeout",
@@ -57,11 +56,6 @@ def marked(mark):
     return found
 
 
-def running(function, **options):
-    defaults = {"timeout_s": 1.0, "memory_mb": 160}
-    return running_pool(f"{HOGS}:{function}", within_s=PATIENCE_S, **defaults | options)
-
-
 def score(function, completions, **options):
     return replies_of(f"{HOGS}:{function}", completions, **{"timeout_s": 20.0, "memory_mb": 160} | options)
 
@@ -78,7 +72,8 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
     usual = 3 if harm == "daemon" else 2  # a keeper and its worker
 
     async def scenario():
-        async with running("hog", timeout_s=1.0 if failure == "timeout" else 10.0) as pool:
+        timeout_s = 1.0 if failure == "timeout" else 10.0
+        async with running_pool(f"{HOGS}:hog", within_s=120.0, timeout_s=timeout_s, memory_mb=160) as pool:
             (reply,) = await pool.score(make_prompt(), [harm])
             (after,) = await pool.score(make_prompt(), ["right"])
             until = time.monotonic() + 60.0
