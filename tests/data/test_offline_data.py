@@ -31,21 +31,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-def load(
-    tokenizer: PreTrainedTokenizerFast, command: str = "sft", *, max_context: int = 64, **data: Any
+def load_data(
+    tokenizer: PreTrainedTokenizerFast, command: str = "sft", *, max_context: int = 64, batch_size: int = 1, **data: Any
 ) -> OfflineData:
     raw = {
         "command": command,
         "model": {"max_context": max_context},
         "data": {"source": "jsonl", "eval_fraction": 0.0, **data},
-        "trainer": {"batch_size": 1},
+        "trainer": {"batch_size": batch_size},
     }
     return load_offline(parse_section(raw, OfflineConfig), tokenizer)
+
+
+def load(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, rows: list[Any], command: str = "sft", **options: Any
+) -> OfflineData:
+    """Load rows from a file; a text is a line as it is."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return load_data(tokenizer, command, path=str(path), **options)
 
 
 def texts(tokenizer: PreTrainedTokenizerFast, data: OfflineData) -> list[tuple[str, ...]]:
@@ -65,8 +69,8 @@ def chat(*texts: str) -> list[dict[str, str]]:
 
 def test_plain_completions_end_with_one_end_of_sequence(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     completions = {"one ": "two", "x": "", "y": "a<eos>b"}
-    path = write(tmp_path / "a.jsonl", [{"prompt": name, "completion": text} for name, text in completions.items()])
-    found = texts(tokenizer, load(tokenizer, path=path))
+    rows = [{"prompt": name, "completion": text} for name, text in completions.items()]
+    found = texts(tokenizer, load(tokenizer, tmp_path, rows))
     assert found == [("one ", "two<eos>"), ("x", "<eos>"), ("y", "a<eos>")]
 
 
@@ -82,16 +86,14 @@ def test_chats_go_through_the_template_and_stop_where_generation_stops(
     row: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Only the last answer is learned. Seen failing with what the template writes behind its <eos> left in."""
-    path = write(tmp_path / "a.jsonl", [row])
-    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>")]
+    assert texts(tokenizer, load(tokenizer, tmp_path, [row])) == [("u:hi.a:", "yo<eos>")]
 
 
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
     messages = chat("hi", "yo")
     rows = [{"prompt": "hi", "messages": messages}, {"prompt": "a", "completion": "b", "messages": messages}]
-    path = write(tmp_path / "a.jsonl", rows)
-    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>"), ("a", "b<eos>")]
+    assert texts(tokenizer, load(tokenizer, tmp_path, rows)) == [("u:hi.a:", "yo<eos>"), ("a", "b<eos>")]
 
 
 @pytest.mark.parametrize("others", [{}, {"prompt": "q"}])
@@ -101,7 +103,7 @@ def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer:
         others | {"chosen": chat("q", "yes"), "rejected": chat("q", "no")},
         others | {"chosen": chat("q", "a", "p", "yes"), "rejected": chat("q", "a", "p", "no")},
     ]
-    data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows))
+    data = load(tokenizer, tmp_path, rows, "dpo")
     assert texts(tokenizer, data) == [("u:q.a:", "yes<eos>", "no<eos>"), ("u:q.a:a<eos>.u:p.a:", "yes<eos>", "no<eos>")]
 
 
@@ -118,9 +120,8 @@ def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer:
 def test_what_is_no_pair(
     chosen: Any, rejected: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": chosen, "rejected": rejected}])
     with pytest.raises(DataError, match=message):
-        load(tokenizer, "dpo", path=path)
+        load(tokenizer, tmp_path, [{"prompt": "q", "chosen": chosen, "rejected": rejected}], "dpo")
 
 
 @pytest.mark.parametrize("command", ["reward_model", "dpo"])
@@ -131,7 +132,7 @@ def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
         {"prompt": "q", "chosen": "yes", "rejected": "no"},
         {"prompt": chat("q"), "chosen": answer, "rejected": "bad"},
     ]
-    data = load(tokenizer, command, path=write(tmp_path / "a.jsonl", rows))
+    data = load(tokenizer, tmp_path, rows, command)
     assert texts(tokenizer, data) == [("q", "yes<eos>", "no<eos>"), ("u:q.a:", "good<eos>", "bad<eos>")]
 
 
@@ -146,10 +147,10 @@ def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: 
     made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
     made.save_to_disk(str(tmp_path / "train"))
     datasets.DatasetDict({"test": made.select([0, 1])}).save_to_disk(str(tmp_path / "eval"))
-    data = load(tokenizer, source="dataset", path=str(tmp_path / "train"), eval_path=str(tmp_path / "eval"))
+    data = load_data(tokenizer, source="dataset", path=str(tmp_path / "train"), eval_path=str(tmp_path / "eval"))
     assert (len(data.train), len(data.held_out)) == (4, 2)
     with pytest.raises(DataError, match="must have a split named train, got test"):
-        load(tokenizer, source="dataset", path=str(tmp_path / "eval"))
+        load_data(tokenizer, source="dataset", path=str(tmp_path / "eval"))
 
 
 # --- what is held out ---
@@ -158,7 +159,7 @@ def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: 
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """All rows of a prompt are on one side, for any seed. Seen failing with rows held out one by one."""
     rows = [{"prompt": f"q{index // 3}", "completion": f"a{index}"} for index in range(60)]
-    data = load(tokenizer, path=write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
+    data = load(tokenizer, tmp_path, rows, eval_fraction=0.2)
     train, held_out = ({tuple(example.prompt) for example in part} for part in (data.train, data.held_out))
     assert not train & held_out
     assert len(data.held_out) == 12
@@ -191,42 +192,38 @@ CHAT = chat("q", "a")
 def test_a_broken_row_is_named_and_explained(
     row: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [GOOD, row])
     with pytest.raises(DataError, match=message) as caught:
-        load(tokenizer, path=path)
+        load(tokenizer, tmp_path, [GOOD, row])
     assert "1 of 2 rows" in str(caught.value)
     assert "the first is line 2" in str(caught.value)
 
 
 def test_a_share_of_broken_rows_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [GOOD, "{", GOOD])
-    assert len(load(tokenizer, path=path, max_bad_fraction=0.4).train) == 2
+    assert len(load(tokenizer, tmp_path, [GOOD, "{", GOOD], max_bad_fraction=0.4).train) == 2
 
 
 def test_chats_need_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """One error of the recipe, not one of every row. Seen failing with it counted as broken rows."""
     tokenizer.chat_template = None
-    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(ConfigError, match="this one has none"):
-        load(tokenizer, path=path, max_bad_fraction=1.0)
+        load(tokenizer, tmp_path, [{"messages": CHAT}], max_bad_fraction=1.0)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="must write a prompt alike with and without its answer"):
-        load(tokenizer, path=write(tmp_path / "a.jsonl", [{"messages": CHAT}]))
+        load(tokenizer, tmp_path, [{"messages": CHAT}])
 
 
 def test_a_tokenizer_without_an_end_of_sequence(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="end-of-sequence token, its tokenizer names none"):
-        load(tokenizer, path=write(tmp_path / "a.jsonl", [GOOD]))
+        load(tokenizer, tmp_path, [GOOD])
 
 
 def test_too_few_rows_for_a_step(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    raw = {"command": "sft", "data": {"source": "jsonl", "path": write(tmp_path / "a.jsonl", [GOOD])}}
     with pytest.raises(DataError, match="batch_size=32 training rows, got 1"):
-        load_offline(parse_section(raw, OfflineConfig), tokenizer)
+        load(tokenizer, tmp_path, [GOOD], batch_size=32)
 
 
 # --- rows that are too long ---
@@ -235,16 +232,14 @@ LONG = [{"prompt": "q", "completion": "abcdefgh"}, {"prompt": "q" * 10, "complet
 
 
 def test_a_row_that_is_too_long_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", LONG)
     with pytest.raises(DataError, match=r"max_context=8 tokens, got 1 of the prompt and 9 of the completion at .*:1"):
-        load(tokenizer, path=path, max_context=8)
+        load(tokenizer, tmp_path, LONG, max_context=8)
 
 
 def test_rows_that_are_too_long_may_be_left_out_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """A cut completion has no end of sequence, which nobody wrote there; a prompt that fills all is left out."""
-    path = write(tmp_path / "a.jsonl", LONG)
-    assert texts(tokenizer, load(tokenizer, path=path, max_context=8, too_long="drop")) == [("q", "a<eos>")]
-    cut = texts(tokenizer, load(tokenizer, path=path, max_context=8, too_long="cut"))
+    assert texts(tokenizer, load(tokenizer, tmp_path, LONG, max_context=8, too_long="drop")) == [("q", "a<eos>")]
+    cut = texts(tokenizer, load(tokenizer, tmp_path, LONG, max_context=8, too_long="cut"))
     assert cut == [("q", "abcdefg"), ("q", "a<eos>")]
 
 
@@ -253,7 +248,7 @@ def test_pairs_that_are_equal_once_cut_are_left_out(tmp_path: Path, tokenizer: P
         {"prompt": "q", "chosen": "abcdefghx", "rejected": "abcdefghy"},
         {"prompt": "q", "chosen": "a", "rejected": "b"},
     ]
-    data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows), max_context=8, too_long="cut")
+    data = load(tokenizer, tmp_path, rows, "dpo", max_context=8, too_long="cut")
     assert texts(tokenizer, data) == [("q", "a<eos>", "b<eos>")]
 
 
@@ -275,7 +270,9 @@ def test_every_built_in_pair_has_a_right_and_a_wrong_answer(split: Any) -> None:
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_the_built_in_task_as_rows(command: str) -> None:
-    data = load(build_char_tokenizer(CHARACTERS), command, source="arith", carelessness=0.6, arith=ARITH.model_dump())
+    data = load_data(
+        build_char_tokenizer(CHARACTERS), command, source="arith", carelessness=0.6, arith=ARITH.model_dump()
+    )
     assert len(data.held_out) > 50
     assert not {tuple(example.prompt) for example in data.train} & {tuple(example.prompt) for example in data.held_out}
     assert {len(example.completions) for example in data.train} == {1 if command == "sft" else 2}
