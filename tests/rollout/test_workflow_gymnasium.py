@@ -4,10 +4,9 @@ from typing import Any
 
 import gymnasium
 import pytest
-from episode_builders import TOKENIZER, UNCUT, Speaker, load, play
+from episode_builders import UNCUT, Speaker, load, play
+from source_builders import load_one
 
-from areal_lite.config.recipe import parse_config
-from areal_lite.data.prompts import load_source
 from areal_lite.types import Prompt
 
 ENV = "test_workflow_gymnasium:Count-v0"
@@ -40,10 +39,9 @@ gymnasium.register("Count-v0", Count, disable_env_checker=True)
 
 @pytest.fixture
 def prompts() -> list[Prompt]:
-    arguments = {"env": ENV, "train_size": 5, "eval_size": 2}
-    config = parse_config({"data": {"source": "gymnasium", "arguments": arguments}})
+    source = {"source": "gymnasium", "arguments": {"env": ENV, "train_size": 5, "eval_size": 2}}
     CLOSED.clear()
-    return [*load_source(config, TOKENIZER, "train"), *load_source(config, TOKENIZER, "eval")]
+    return [*load_one(source), *load_one(source, "eval")]
 
 
 def test_each_prompt_is_the_first_observation_of_its_seed(prompts: list[Prompt]) -> None:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from episode_builders import TOKENIZER, UNCUT, Speaker, load, play
-
-from areal_lite.config.recipe import parse_config
-from areal_lite.data.prompts import load_source
+from episode_builders import UNCUT, Speaker, load, play
+from source_builders import load_one
 
 pytestmark = [pytest.mark.openenv, pytest.mark.slow]
 
@@ -60,9 +58,7 @@ def test_a_server_s_environment_is_played(url: str) -> None:
     """
     env = {"url": url, "observation": "number"}
     source = {"env": "areal_lite.rollout.openenv:OpenEnv", "train_size": 4, "eval_size": 1}
-    prompts = load_source(
-        parse_config({"data": {"source": "gymnasium", "arguments": {**source, **env}}}), TOKENIZER, "train"
-    )
+    prompts = load_one({"source": "gymnasium", "arguments": {**source, **env}})
     assert [prompt.text for prompt in prompts] == ["0", "1", "2", "3"]
     for action, said in (("by", "3"), (None, '{"by": 3}')):
         arguments = {"env": source["env"], "arguments": {**env, "action": action}, "max_turns": 5}

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from chat_builders import CHATML, make_tokenizer
-from episode_builders import TOKENIZER, Speaker, load, run
+from episode_builders import Speaker, load, run
+from source_builders import load_one
 
-from areal_lite.config.recipe import parse_config
-from areal_lite.data.prompts import load_source
 from areal_lite.errors import EpisodeError, PluginError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.types import Sample
@@ -20,8 +19,8 @@ ENV: dict[str, Any] = {"taskset": {"id": "remainders"}, "agent": {"runtime": {"t
 def play(*answers: str, task: int = 2) -> Sample:
     speaker = Speaker(answers, tokenizer=make_tokenizer(CHATML))
     workflows = load("verifiers", arguments={"env": ENV}, turn_timeout_s=60)
-    data = {"data": {"source": "verifiers", "arguments": {"env": ENV, "eval_size": 3, "train_size": 9}}}
-    prompt = load_source(parse_config(data), TOKENIZER, "train")[task]
+    arguments = {"env": ENV, "eval_size": 3, "train_size": 9}
+    prompt = load_one({"source": "verifiers", "arguments": arguments})[task]
 
     async def scenario() -> Sample:
         try:
