@@ -254,9 +254,7 @@ def test_the_chat_template_gets_the_arguments_of_the_recipe(tmp_path):
     tokenizer = build_char_tokenizer(LETTERS)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not thinking %}|no thoughts{% endif %}"
     save_tiny_model(tmp_path, tokenizer=tokenizer)
-    source = SourceConfig(source="jsonl", path=str(FIXTURES / "gsm8k_like.jsonl"), chat=True)
     for thinking in (True, False):
-        model = ModelConfig(chat_arguments={"thinking": thinking})
-        config = jsonl_config(data=source.model_dump(exclude_unset=True), model=model.model_dump())
-        prompt, *_ = load_source(config, load_tokenizer(tmp_path, model), "train")
+        config = jsonl_config(data={"chat": True}, model={"chat_arguments": {"thinking": thinking}})
+        prompt, *_ = load_source(config, load_tokenizer(tmp_path, config.model), "train")
         assert prompt.text.endswith("|no thoughts") != thinking
