@@ -237,7 +237,7 @@ SAMPLE: dict[str, Any] = {
 
 
 def test_a_sample_needs_no_more_than_its_fields_without_defaults() -> None:
-    """One of before there were routes: a run of an earlier version goes on. Seen failing without the default."""
+    """Also a sample from before there were routes, as an earlier version saved it. Seen failing without the default."""
     read = decode(message(SAMPLE), Sample)
     assert (read.token_ids.tolist(), read.routes) == ([5], None)
 

@@ -46,7 +46,7 @@ def load_data(
 def load(
     tokenizer: PreTrainedTokenizerFast, folder: Path, rows: list[Any], command: str = "sft", **options: Any
 ) -> OfflineData:
-    """Load rows from a file; a text is a line as it is."""
+    """Load rows from a file; a text is written as it is, as one line."""
     path = folder / "rows.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return load_data(tokenizer, command, path=str(path), **options)

@@ -118,7 +118,7 @@ def test_the_core_loads_neither_ray_nor_vllm():
 def test_a_process_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
     """Seconds of every start. Seen failing with `import torch` in rollout/worker.py, and `prepared` above gloo.py.
 
-    The controller loads what the last line but one says, and a verifier's process, which is often restarted, the last.
+    The last line but one is the controller; the last is a verifier's process, which is restarted often.
     """
     script = f"import {module}, sys\nprint(*{unwanted} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)

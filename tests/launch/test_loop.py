@@ -77,7 +77,7 @@ def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], Ru
 
 
 def test_engine_and_trainer_agree_after_every_publication(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """I4 over 20 fp32 steps; on tokens of age 0 behaviour logprobs, too, are those of the weights of their stamp.
+    """I4 over 20 fp32 steps; on tokens of age 0 the engine's own logprobs, too, are those of the weights they are stamped with.
 
     Seen failing without `_repack_tied_head`.
     """

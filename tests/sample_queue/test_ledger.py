@@ -76,19 +76,21 @@ def test_verdicts(rewards: tuple[float | str, ...], expected: str) -> None:
 # The bound
 
 
-def test_drop_ends_the_leases_of_the_groups_that_it_ends_alone() -> None:
+@pytest.mark.parametrize(("max_attempts", "end"), [(3, "stale"), (1, "failed(too_slow)")])
+def test_drop_ends_the_leases_of_the_groups_that_it_ends_alone(max_attempts: int, end: str) -> None:
     """One whose tokens are older than its admission is ended later; until then it is lent.
 
     Seen failing with the leases of all groups over age ended: nobody could hand it in or get it any more.
     """
-    ledger = Ledger(make_settings(on_stale="drop"))
-    lend(ledger, "straggler")
+    ledger = Ledger(make_settings(on_stale="drop", max_attempts=max_attempts))
+    straggler = lend(ledger, "straggler")
     do_step(ledger)
     lease = lend(ledger, "old")
     assert ledger.complete_rollout(lease.lease_id, make_samples([0], [0]))
     (lease,) = ledger.lease_verify("v", limit=1)
     do_step(ledger)
-    assert ledger.counts()["stale"] == 1  # the straggler
+    assert ledger.counts()[end] == 1  # the straggler
+    assert not ledger.complete_rollout(straggler.lease_id, make_samples([0], [0]))
     assert ledger.counts()["leased_verify"] == 1
     assert ledger.complete_verify(lease.lease_id, make_scores(0.0, 1.0))
 

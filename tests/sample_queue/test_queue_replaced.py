@@ -199,7 +199,7 @@ class Scorer(LeaseWorker):
 
 
 class Clock:
-    """Real time, until its queue shall stand still, as that of a stopped process does."""
+    """Real time, until its queue is to stand still, as that of a stopped process does."""
 
     def __init__(self) -> None:
         self.goes = threading.Event()
@@ -252,6 +252,8 @@ async def trained_by_workers() -> tuple[list[str], tuple[int, int], int]:
                 cursor = FakeCursor()
                 ledger = restore(copy, settings=ledger_settings, cursor=cursor, keep_batch=True)
                 dead, server = server, make_queue(ledger=ledger, cursor=cursor, num_ranks=1, clock=time.monotonic)
+                opened.callback(dead.close)
+                opened.callback(clock.goes.set)
                 queue.move_to(access := server.start())
                 queue.take(batch_id=f"{step}", wait_s=0.0)
                 sums = zip(*[await worker.reconnect(access) for worker in workers], strict=True)

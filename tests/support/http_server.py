@@ -53,8 +53,10 @@ class Handler(BaseHTTPRequestHandler):
 def answering() -> Iterator[Server]:
     """Run a server."""
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

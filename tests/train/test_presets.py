@@ -170,9 +170,12 @@ def published_distill(case: Case) -> Result:
     """The gradient of policy-gradient distillation, advantage log pi_teacher - log pi, averaged over tokens.
 
     As a loss it is (log pi - log pi_teacher)^2 / 2. (Thinking Machines, On-Policy Distillation, 2025: discount 0.)
+    Old tokens weigh w = pi_proximal / pi_behaviour; above 5 it counts as 0 (ours).
     """
-    gaps = np.where(case.mask, case.current - case.reference, 0.0)
-    return (gaps**2).sum() / 2 / case.mask.sum(), gaps / case.mask.sum()
+    weights = np.exp(case.proximal - case.behaviour)
+    shares = np.where(case.mask & (weights <= 5), weights, 0.0) / case.mask.sum()
+    gaps = case.current - case.reference
+    return (shares * gaps**2).sum() / 2, shares * gaps
 
 
 def published_grpo(case: Case) -> Result:
@@ -325,7 +328,7 @@ def test_preset_is_the_published_algorithm(preset: str, seed: int, monkeypatch: 
     if preset == "flash_reinforce":  # half of the rows near enough to stay
         near = np.repeat(np.where(np.arange(len(case.lengths)) % 2, 1.0, 0.03), case.lengths)
         case = case.change(behaviour=np.minimum(case.proximal + near * (case.behaviour - case.proximal), -0.01))
-    if preset not in ("areal", "gspo", "icepop", "m2po", "flash_reinforce"):
+    if preset not in ("areal", "gspo", "icepop", "m2po", "flash_reinforce", "distill"):
         case = case.change(behaviour=case.proximal)
     expected_loss, expected_gradient = globals()[f"published_{preset}"](case)
     loss, gradient = trained(preset, case, monkeypatch)

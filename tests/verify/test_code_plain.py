@@ -37,7 +37,7 @@ def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, statuses: set[str])
 
 
 @pytest.mark.parametrize("name", ["zombies", "daemon", "hidden memory", "file descriptors"])
-def test_an_attack_has_no_success_and_nothing_outlives_it(name: str) -> None:
+def test_an_attack_fails_and_nothing_outlives_it(name: str) -> None:
     """Seen failing without `refuse_hidden_memory` (hidden memory), and with `PR_SET_CHILD_SUBREAPER` left out: a daemon
     then belongs to the system.
     """

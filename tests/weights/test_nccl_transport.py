@@ -193,7 +193,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_by
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Threads that wait for who never joins end a minute behind their test, not after the five of vLLM's store."""
+    """Threads that wait for a rank that never joins end after one minute, not after the five of vLLM's store."""
     create = partial(StatelessProcessGroup.create, store_timeout=int(TIMEOUT_S))
     monkeypatch.setattr(StatelessProcessGroup, "create", staticmethod(create))
     with stand_in():

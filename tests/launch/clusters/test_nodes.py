@@ -94,7 +94,7 @@ def test_engines_and_ranks_are_on_different_nodes_and_agree(job_on_nodes: OnNode
 LINK = r"(?s)(?=.*trainer/1).*node-2 \(10\.77\.0\.2\) is unreachable from node-1 \(10\.77\.0\.1\)"
 
 
-@pytest.mark.parametrize(("number", "named"), [(1, LINK), (2, "node-2")])
+@pytest.mark.parametrize(("number", "named"), [(1, LINK), (2, "node-2")], ids=["link", "node"])
 def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNodes, number: int, named: str) -> None:
     cause = attempts(job_on_nodes)[number - 1].cause
     assert re.search(named, cause), cause
