@@ -77,7 +77,8 @@ def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], Ru
 
 
 def test_engine_and_trainer_agree_after_every_publication(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """I4 over 20 fp32 steps; on tokens of age 0 the engine's own logprobs, too, are those of the weights they are stamped with.
+    """I4 over 20 fp32 steps. On tokens of age 0 the engine's own logprobs, too, are those of the weights named by their
+    stamps.
 
     Seen failing without `_repack_tied_head`.
     """
