@@ -61,7 +61,9 @@ def test_a_function_of_python_itself_has_a_name_too_however_deep_it_is_set(
 ) -> None:
     """Seen failing: the module `builtins` has no file."""
     monkeypatch.chdir(tmp_path)
-    recipe: Any = areal_lite.load_recipe("arith_cpu", {"verifier.function": function, "verifier.named": {"mine": {"function": function}}})
+    recipe: Any = areal_lite.load_recipe(
+        "arith_cpu", {"verifier.function": function, "verifier.named": {"mine": {"function": function}}}
+    )
     for verifier in (recipe.verifier, recipe.verifier.named["mine"]):
         assert find_function(verifier.function, kind="verifier") is function
 
