@@ -367,8 +367,10 @@ def test_more_gpus_than_there_are_is_an_error(
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the meaning of every setting. A recipe reads the same by name and by path. Seen failing with an unknown key in a recipe, with
-    multi-line values written over several lines, their meaning behind the last one, and with sub-sections left out.
+    """With the meaning of every setting. A recipe reads the same by name and by path.
+
+    Seen failing with an unknown key in a recipe, with multi-line values written over several lines, their meaning
+    behind the last one, and with sub-sections left out.
     """
     assert load_any_config(name) == load_any_config(str(recipe_folder() / f"{name}.yaml"))
     overrides = ["model.path='a: b # c'", "run.dir=null", "run.resume='0'", "run.env={}"]

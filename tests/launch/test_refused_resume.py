@@ -83,8 +83,8 @@ def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sec
 def test_a_refused_resume_touches_nothing(
     stopped: Path, harm: Callable[[Path], None], sections: dict[str, Any], message: str
 ) -> None:
-    """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing to do
-    with the pace may not.
+    """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing
+    to do with the pace may not.
 
     Seen failing with the rows moved as soon as the recipe fits (no room, data), with the lease removed (all), with the
     names not looked at, and with every name allowed.
