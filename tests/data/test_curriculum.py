@@ -92,8 +92,8 @@ def test_nobody_starves(strength: float) -> None:
 @pytest.mark.parametrize("strength", [0.0, 0.6])
 @pytest.mark.parametrize("consumed", [0, 1, 9, 19, 20, 21, 60])
 def test_a_loaded_cursor_continues_exactly(consumed: int, strength: float) -> None:
-    """With and without a curriculum. Seen failing with `load` not shuffling anew, and with the position, the
-    observations, the counts of prompts passed over or the number of draws not restored.
+    """With and without a curriculum. Seen failing without a new shuffle in `load`, and when the position, the
+    observations, the counts of prompts passed over or the number of draws were not restored.
     """
     cursor, resumed = (make_curriculum(20, strength=strength) for _ in range(2))
     rng = random.Random(1)
