@@ -18,8 +18,8 @@ SETTINGS = (
     "run.stall_timeout_s=20", "run.save_timeout_s=60", "run.max_worker_restarts=1000",
 )  # fmt: skip
 """Of a run that is drilled."""
-_STEPS, _ENDLESS = 16, 1_000_000
-"""Of a run with one fault, more than are admitted without a worker; and of a soak."""
+_STEPS, _ENDLESS = 40, 1_000_000
+"""Of a run with one fault: enough to outlast the time until a fast machine notices a dead raylet; and of a soak."""
 _LONGEST_PAUSE_S = 20.0
 """Between two faults of a soak."""
 _UNDISTURBED = "none"

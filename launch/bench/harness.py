@@ -250,5 +250,7 @@ def run_all(
                 logger.exception("run %s failed", run.name)
         else:
             steps_done += run.config.run.steps
+            if run.config.run.checkpoint_every == 0:  # its last save served only to resume it: gigabytes a run
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         after_each()
     return failures

@@ -1,5 +1,6 @@
 """The command line. Commands import heavy modules inside functions, so that `--help` is quick."""
 
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,8 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    # vLLM warns on a CPU while it is imported, before it sets up its own handler.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
     try:
         app(args=arguments, prog_name="areal-lite")
     except SystemExit as ended:

@@ -1,10 +1,14 @@
 """What every benchmark shares: the order of measurements, and columns of tables."""
 
+from pathlib import Path
 from typing import Any
 
 import measuring
 import pytest
 
+from areal_lite.config.recipe import Config, load_config
+from areal_lite.errors import ArealLiteError
+from areal_lite.launch.bench.harness import PlannedRun, run_all
 from areal_lite.record.columns import cells, spread
 
 
@@ -28,3 +32,21 @@ def test_a_column_shows_a_value_a_median_or_nothing() -> None:
     assert show({"a": {"b": [1.0, 3.0, 2.0]}}) == show({"a": {"b": spread([1.0, 3.0, 2.0])}}) == "20.0\n10.0-30.0"
     assert show({"a": {"b": [1.0, 1.0]}}) == "10.0"
     assert {show(row) for row in ({"a": {"b": [1.0, None]}}, {"a": {"b": []}}, {"a": {}}, {"a": None}, {})} == {"-"}
+
+
+def test_a_finished_run_of_a_measurement_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """One that failed, or whose recipe asks for checkpoints, keeps them. Seen failing with all kept, and with none."""
+
+    def train(config: Config, *, dir: str) -> None:
+        (Path(dir) / "checkpoints/step-2").mkdir(parents=True)
+        if Path(dir).name == "fails":
+            raise ArealLiteError("no space left")
+
+    every = {"done": 0, "fails": 0, "asks": 1}
+    runs = [
+        PlannedRun(name=name, config=load_config("arith_cpu", [f"run.checkpoint_every={steps}"]))
+        for name, steps in every.items()
+    ]
+    failures = run_all(runs, out=tmp_path, train=train, after_each=lambda: None)
+    assert failures == {"fails": "ArealLiteError: no space left"}
+    assert {path.parent.name for path in tmp_path.glob("*/checkpoints")} == {"fails", "asks"}
