@@ -19,16 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
-    WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -71,7 +68,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
         return [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in fields]
 
 
-def _join(store: TCPStore, rank: int, info: "GlooInitInfo | GlooTrainerInitInfo") -> ProcessGroupGloo:
+def _join(store: TCPStore, rank: int, info: GlooInitInfo) -> ProcessGroupGloo:
     """Join a group from the address on the route to its store: gloo would take the host name's, often 127.0.1.1."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
@@ -260,74 +257,57 @@ def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
     return f"missing {sorted(before - after)[:3]}, new {sorted(after - before)[:3]}"
 
 
-@dataclass
-class GlooTrainerInitInfo(TrainerInitInfo):
-    """Where the trainer's rank 0 waits for one engine."""
+def packed(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[GlooUpdateInfo, torch.Tensor]:
+    """Copy parameters into one flat run of bytes; returns its announcement and the bytes."""
+    info = GlooUpdateInfo(names=[], dtype_names=[], shapes=[], checksum=0)
+    parts = list[torch.Tensor]()
+    for name, tensor in weights:
+        info.names.append(name)
+        info.dtype_names.append(str(tensor.dtype).removeprefix("torch."))
+        info.shapes.append(list(tensor.shape))
+        parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    flat = torch.cat(parts)
+    info.checksum = _checksum(flat)
+    return info, flat
 
-    backend: ClassVar[str] = "gloo"
 
-    host: str
-    ports: range
-    timeout_s: float
-    engine_ranks: int = 1
+class GlooSender:
+    """The trainer's side: a pair of rank 0 and one engine."""
 
+    def __init__(
+        self, client: VLLMWeightSyncClient, *, host: str, ports: range, timeout_s: float, engine_ranks: int = 1
+    ) -> None:
+        """Form the pair: open a store, let the engine join it, join as rank 0.
 
-class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side: rank 0 and one engine. Other ranks only help to gather the source."""
-
-    init_info_cls = GlooTrainerInitInfo
-
-    def __init__(self, *, group: ProcessGroupGloo, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._group = group
-
-    @classmethod
-    def trainer_init(
-        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
-    ) -> Self:
-        """Form the pair: open a store, let the engine join it, join as rank 0."""
-        assert source is not None, "a pair needs a source"
-        assert init_info.is_sender, "pairs are formed by rank 0"
-        store = open_store(init_info.host, init_info.ports, timeout_s=init_info.timeout_s)
-        engine_info = GlooInitInfo(
-            host=init_info.host, port=store.port, engine_ranks=init_info.engine_ranks, timeout_s=init_info.timeout_s
-        )
+        Args:
+            client: Of the engine.
+            host: Address of this machine at which the engine finds the store.
+            ports: The store listens on one of them.
+            timeout_s: Seconds that joining, and later each bucket, may take.
+            engine_ranks: Processes that hold a part of the engine's model.
+        """
+        self._client = client
+        store = open_store(host, ports, timeout_s=timeout_s)
+        info = GlooInitInfo(host=host, port=store.port, engine_ranks=engine_ranks, timeout_s=timeout_s)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            joined = pool.submit(client.init_weight_transfer_engine, asdict(engine_info))
+            joined = pool.submit(client.init_weight_transfer_engine, asdict(info))
             try:
-                group = _join(store, 0, init_info)
+                self._group = _join(store, 0, info)
             finally:
                 joined.result()  # the engine's own error is clearer than "timed out" here
-        return cls(group=group, client=client, source=source)
 
-    def send_weights(self) -> None:
-        """Drive one whole update: stage, then load."""
-        self.stage_weights()
-        self.client.finish_weight_update()
-
-    def stage_weights(self) -> None:
-        """Open an update and send everything; returns when the engine holds it. The engine may generate meanwhile.
+    def stage(self, info: GlooUpdateInfo, flat: torch.Tensor) -> None:
+        """Open an update and send what `packed` made; returns when the engine holds it, which may generate meanwhile.
 
         Raises:
             HandoverError: The engine refused the weights, or did not get them; the engine's own error.
         """
-        assert self.source is not None
-        metadata = self.source.metadata()
-        flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.source])
-        info = asdict(
-            GlooUpdateInfo(
-                names=[meta.name for meta in metadata],
-                dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
-                shapes=[list(meta.shape) for meta in metadata],
-                checksum=_checksum(flat),
-            )
-        )
-        self.client.start_weight_update()
-        self.client.update_weights(info)
+        self._client.start_weight_update()
+        self._client.update_weights(asdict(info))
         staged = False
         try:
             _broadcast(self._group, flat)
             staged = _acknowledge(self._group)
         finally:
             if not staged:
-                self.client.update_weights(info)  # raises the engine's error, and closes the update
+                self._client.update_weights(asdict(info))  # raises the engine's error, and closes the update

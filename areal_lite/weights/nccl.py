@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import nccl_common
 from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
@@ -27,6 +26,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from areal_lite.errors import HandoverError
+from areal_lite.network import listen
 
 BUFFER_BYTES = 256 * 2**20
 """Size of one broadcast; both sides keep two of them on the GPU."""
@@ -39,13 +39,6 @@ _aborting = threading.Lock()
 @dataclass(kw_only=True)
 class NcclInitInfo(NCCLWeightTransferInitInfo):
     """Where an engine finds the trainer, and how long all may take to join."""
-
-    timeout_s: float
-
-
-@dataclass(kw_only=True)
-class NcclTrainerInitInfo(NCCLTrainerInitInfo):
-    """The same for the trainer."""
 
     timeout_s: float
 
@@ -141,50 +134,60 @@ def _watch(group: Any, done: threading.Event) -> None:
             return
 
 
-class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
+class NcclSender(NCCLTrainerWeightTransferEngine):
     """The trainer's side: rank 0 and all engines. Other ranks only help to gather the source."""
 
-    init_info_cls = NcclTrainerInitInfo
-
-    @classmethod
-    def trainer_init(cls, init_info: NcclTrainerInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:
+    def __init__(
+        self,
+        client: Any,
+        source: WeightSource,
+        *,
+        is_sender: bool,
+        host: str,
+        ports: range,
+        engine_ranks: int,
+        timeout_s: float,
+    ) -> None:
         """Form the group: the engines join while rank 0 waits in a thread of its own.
 
         Args:
             client: Calls its attribute `let_go` when an engine failed, before it waits for the others.
+            source: What is sent.
+            is_sender: Whether this is rank 0.
+            host: Address of this machine at which engines find rank 0.
+            ports: The group meets at one of them.
+            engine_ranks: Processes that hold a model, over all engines.
+            timeout_s: Seconds that joining may take.
 
         Raises:
             HandoverError: Engines did not join; if rank 0 itself failed, its error comes first.
         """
-        assert source is not None, "a group needs a source"
-        engine = cls(
-            client=client,
-            source=source,
-            is_sender=init_info.is_sender,
-            packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
-        )
-        if engine.is_sender:
-            client.let_go = engine.let_go
-            opening = _in_thread(nccl_common.trainer_init, init_info)
-            place = {name: value for name, value in asdict(init_info).items() if name != "rank"}
-            try:
-                client.init_weight_transfer_engine(place | {"rank_offset": 1})
-            except HandoverError as error:
-                # Engines that wait for rank 0 are late, and a dead engine makes rank 0 fail: report both.
-                if opening.done() and (own := opening.exception()) is not None:
-                    why = f"trainer rank 0 could not form the group ({type(own).__name__}: {own}); "
-                    raise HandoverError(
-                        why + str(error), engines={name: why + reason for name, reason in error.engines.items()}
-                    ) from own
-                raise
-            try:
-                engine.model_update_group = opening.result(init_info.timeout_s)
-            except TimeoutError:
+        super().__init__(client=client, source=source, is_sender=is_sender, packed_buffer_size_bytes=BUFFER_BYTES)
+        if not is_sender:
+            return
+        client.let_go = self.let_go
+        with listen(host, ports) as probe:  # a port that is free now; vLLM takes none that is bound already
+            port = int(probe.getsockname()[1])
+        place = {"master_address": host, "master_port": port, "world_size": 1 + engine_ranks}
+        opening = _in_thread(nccl_common.trainer_init, place)
+        wire = {"rank_offset": 1, "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "timeout_s": timeout_s}
+        try:
+            client.init_weight_transfer_engine(place | wire)
+        except HandoverError as error:
+            # Engines that wait for rank 0 are late, and a dead engine makes rank 0 fail: report both.
+            if opening.done() and (own := opening.exception()) is not None:
+                why = f"trainer rank 0 could not form the group ({type(own).__name__}: {own}); "
                 raise HandoverError(
-                    "trainer rank 0 must form the group with the engines, which have joined, within "
-                    f"weights.timeout_s={init_info.timeout_s:g} s, it did not: see NCCL's log, or raise it"
-                ) from None
-        return engine
+                    why + str(error), engines={name: why + reason for name, reason in error.engines.items()}
+                ) from own
+            raise
+        try:
+            self.model_update_group = opening.result(timeout_s)
+        except TimeoutError:
+            raise HandoverError(
+                "trainer rank 0 must form the group with the engines, which have joined, within "
+                f"weights.timeout_s={timeout_s:g} s, it did not: see NCCL's log, or raise it"
+            ) from None
 
     def let_go(self) -> None:
         """Wake every process that waits in a transfer for an engine that failed."""

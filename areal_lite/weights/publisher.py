@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from areal_lite.errors import HandoverError
-from areal_lite.network import listen
 from areal_lite.train.gathers import whole_parameters
 from areal_lite.train.lora import model_parameters, saved_buffers
 from areal_lite.weights.families import bit_squares
-from areal_lite.weights.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from areal_lite.weights.gloo import GlooSender, GlooUpdateInfo, packed
 
 _COUNTER = slice(11, 13)
 """The place of the receivers' counter (file and offset) in the arguments of PyTorch's `rebuild_cuda_tensor`."""
@@ -63,31 +61,6 @@ class CastSource(WeightSource):
         finally:
             for _ in self._pairs:
                 pass
-
-
-class SnapshotSource(WeightSource):
-    """A source whose parameters were gathered once, so that several senders can read it at the same time."""
-
-    def __init__(self, source: CastSource) -> None:
-        self._source = source
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Hold the current parameters during the block: a collective."""
-        self._tensors = list(self._source)
-        try:
-            yield
-        finally:
-            self._tensors = []
-
-    def metadata(self) -> list[ParamMeta]:
-        """Return names, dtypes and full shapes."""
-        return list(self._source.metadata())
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read the snapshot; no collective."""
-        return iter(self._tensors)
 
 
 class _PatientClient:
@@ -148,12 +121,10 @@ class WeightPublisher:
             host: Address of this machine at which engines find rank 0.
             ports: Rank 0 listens on some of them.
         """
-        self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
-        self._timeout_s = timeout_s
-        self._model = model
+        self._model, self._transport, self._rank = model, transport, rank
+        self._place: dict[str, Any] = {"host": host, "ports": ports, "timeout_s": timeout_s}
         # Over ipc each rank hands the weights to the engine on its own GPU.
         self._source = CastSource(model, dtype, everywhere=transport == "ipc")
-        self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
         self.mb_per_s: dict[str, float] = {}
         """On rank 0, the speed at which each engine received the last publication; over `gloo` alone, a pair each."""
@@ -184,10 +155,10 @@ class WeightPublisher:
             return failures
         self._senders = {name: sender for name, sender in self._senders.items() if name in kept}
         new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
+        ranks = num_engine_ranks // max(1, len(clients))
         with ThreadPoolExecutor(max_workers=max(1, len(new))) as pool:
             joining = {
-                name: pool.submit(self._connect_pair, client, num_engine_ranks // len(clients))
-                for name, client in new.items()
+                name: pool.submit(GlooSender, client, engine_ranks=ranks, **self._place) for name, client in new.items()
             }
         for name, pair in joining.items():
             try:
@@ -215,10 +186,15 @@ class WeightPublisher:
                 except Exception as error:
                     failures |= self._blamed(error)
             return failures
-        with self._snapshot.gathered(), ThreadPoolExecutor(max_workers=max(1, len(self._senders))) as pool:
-            stages = pool.map(_timed, [sender.stage_weights for sender in self._senders.values()])
-            results = dict(zip(self._senders, stages, strict=True))
-            size_mb = sum(meta.dtype.itemsize * prod(meta.shape) for meta in self._snapshot.metadata()) / 1e6
+        if self._rank != 0:
+            for _ in self._source:  # rank 0 gathers
+                pass
+            return {}
+        update, senders = packed(self._source), self._senders
+        with ThreadPoolExecutor(max_workers=max(1, len(senders))) as pool:
+            stages = {name: pool.submit(_timed, sender, *update) for name, sender in senders.items()}
+        results = {name: stage.result() for name, stage in stages.items()}
+        size_mb = len(update[1]) / 1e6
         self.mb_per_s = {name: size_mb / seconds for name, (failure, seconds) in results.items() if failure is None}
         return {name: failure for name, (failure, _) in results.items()}
 
@@ -235,25 +211,12 @@ class WeightPublisher:
         named = error.engines if isinstance(error, HandoverError) else {}
         return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
 
-    def _connect_pair(self, client: Any, engine_ranks: int) -> Any:
-        info = GlooTrainerInitInfo(
-            host=self._host, ports=self._ports, rank=self._rank, engine_ranks=engine_ranks, timeout_s=self._timeout_s
-        )
-        return GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._snapshot)
-
     def _connect_group(self, client: Any, num_engine_ranks: int) -> Any:
         if self._transport == "nccl":
-            from areal_lite.weights.nccl import BUFFER_BYTES, NcclTrainerInitInfo, NcclTrainerWeightTransferEngine
+            from areal_lite.weights.nccl import NcclSender
 
-            info = NcclTrainerInitInfo(
-                master_address=self._host,
-                master_port=self._free_port(),
-                world_size=1 + num_engine_ranks,
-                packed_buffer_size_bytes=BUFFER_BYTES,
-                timeout_s=self._timeout_s,
-                rank=self._rank,
-            )
-            return NcclTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
+            is_sender = self._rank == 0
+            return NcclSender(client, self._source, is_sender=is_sender, engine_ranks=num_engine_ranks, **self._place)
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
         own = IPCTrainerInitInfo(rank=self._rank)
@@ -261,17 +224,12 @@ class WeightPublisher:
         sender.client = _PatientClient(client, self._blamed)
         return sender
 
-    def _free_port(self) -> int:
-        """Return a port that is free now; vLLM takes none that is bound already."""
-        with listen(self._host, self._ports) as probe:
-            return int(probe.getsockname()[1])
 
-
-def _timed(send: Callable[[], None]) -> tuple[str | None, float]:
+def _timed(sender: GlooSender, info: GlooUpdateInfo, flat: torch.Tensor) -> tuple[str | None, float]:
     """Send to one receiver; returns its failure, so that the other receivers are served, and the seconds."""
     begun = time.monotonic()
     try:
-        send()
+        sender.stage(info, flat)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return None, time.monotonic() - begun

@@ -23,18 +23,19 @@ vllm.config: WeightTransferConfig
 vllm.distributed.device_communicators.pynccl: PyNcclCommunicator(available disabled device nccl comm group broadcast)
 vllm.distributed.device_communicators.pynccl_wrapper: NCCLLibrary(ncclCommAbort)
 vllm.distributed.weight_transfer: nccl_common
-vllm.distributed.weight_transfer.base: ParamMeta(name dtype shape) TrainerInitInfo(rank is_sender)
-    TrainerWeightTransferEngine(trainer_init send_weights source client is_sender init_info_cls)
+vllm.distributed.weight_transfer.base: ParamMeta(name dtype shape) TrainerWeightTransferEngine(client is_sender)
     VLLMWeightSyncClient(init_weight_transfer_engine start_weight_update update_weights finish_weight_update)
     WeightSource(metadata __iter__) WeightTransferInitInfo WeightTransferUpdateInfo
     WeightTransferInitRequest(init_info) WeightTransferUpdateRequest(update_info)
     WeightTransferEngine(init_info_cls update_info_cls model model_config parallel_config parse_update_info
     init_transfer_engine start_weight_update update_weights receive_weights finish_weight_update shutdown)
 vllm.distributed.weight_transfer.factory: WeightTransferEngineFactory(_registry register_engine)
-vllm.distributed.weight_transfer.ipc_engine: IPCTrainerInitInfo IPCTrainerWeightTransferEngine(trainer_init)
+vllm.distributed.weight_transfer.ipc_engine: IPCTrainerInitInfo IPCTrainerWeightTransferEngine(trainer_init
+    send_weights)
 vllm.distributed.weight_transfer.nccl_common: trainer_init
-vllm.distributed.weight_transfer.nccl_engine: NCCLTrainerInitInfo(packed_buffer_size_bytes)
-    NCCLTrainerWeightTransferEngine(_broadcast _checked_iter model_update_group packed_buffer_size_bytes)
+vllm.distributed.weight_transfer.nccl_engine:
+    NCCLTrainerWeightTransferEngine(send_weights shutdown _broadcast _checked_iter model_update_group
+    packed_buffer_size_bytes)
     NCCLWeightTransferEngine(init_transfer_engine start_weight_update receive_weights finish_weight_update shutdown
     model_update_group) NCCLWeightTransferInitInfo NCCLWeightTransferUpdateInfo
 vllm.engine.arg_utils: AsyncEngineArgs EngineArgs(weight_transfer_config worker_extension_cls)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -23,10 +22,9 @@ from areal_lite.weights import gloo, prepared
 from areal_lite.weights import publisher as publisher_module
 from areal_lite.weights.gloo import (
     GlooInitInfo,
-    GlooTrainerInitInfo,
-    GlooTrainerWeightTransferEngine,
-    GlooUpdateInfo,
+    GlooSender,
     GlooWeightTransferEngine,
+    packed,
 )
 from areal_lite.weights.publisher import WeightPublisher
 
@@ -97,19 +95,6 @@ class Quantization(QuantizeMethodBase):
         raise AssertionError
 
 
-class FakeSource(WeightSource):
-    """Tensors by name."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
-
-
 def make_engine(model: nn.Module, *, rank: int = 0) -> GlooWeightTransferEngine:
     record_metadata_for_reloading(model)
     vllm_config: Any = SimpleNamespace(
@@ -119,11 +104,14 @@ def make_engine(model: nn.Module, *, rank: int = 0) -> GlooWeightTransferEngine:
     return GlooWeightTransferEngine(config, vllm_config, torch.device("cpu"), model)
 
 
-def make_sender(
-    client: LocalClient, source: WeightSource, *, timeout_s: float = TIMEOUT_S
-) -> GlooTrainerWeightTransferEngine:
-    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=timeout_s, rank=0)
-    return GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+def make_sender(client: LocalClient, *, timeout_s: float = TIMEOUT_S, engine_ranks: int = 1) -> GlooSender:
+    return GlooSender(client, host=HOST, ports=PORTS, timeout_s=timeout_s, engine_ranks=engine_ranks)
+
+
+def send(client: LocalClient, weights: dict[str, torch.Tensor], sender: GlooSender | None = None) -> None:
+    """Drive one whole update: stage, then load."""
+    (sender or make_sender(client)).stage(*packed(weights.items()))
+    client.finish_weight_update()
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -147,14 +135,8 @@ def watch_gathered(monkeypatch: pytest.MonkeyPatch, note: Callable[[str, torch.T
 
 def info_of(model: nn.Module, **changes: Any) -> dict[str, Any]:
     """The announcement of a model's parameters, with a checksum that is never right."""
-    metadata = ModuleSource(model).metadata()
-    info = GlooUpdateInfo(
-        names=[meta.name for meta in metadata],
-        dtype_names=["float32"] * len(metadata),
-        shapes=[list(meta.shape) for meta in metadata],
-        checksum=-1,
-    )
-    return asdict(info) | changes
+    info, _ = packed(model.named_parameters())
+    return asdict(info) | {"checksum": -1} | changes
 
 
 # --- a whole update ---
@@ -170,13 +152,13 @@ def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
     client = LocalClient(make_engine(engine))
-    sender = make_sender(client, ModuleSource(trainer))
-    sender.send_weights()
+    sender = make_sender(client)
+    send(client, weights_of(trainer), sender)
     assert same(weights_of(engine), weights_of(trainer))
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.add_(1.0)
-    sender.send_weights()
+    send(client, weights_of(trainer), sender)
     assert same(weights_of(engine), weights_of(trainer))
     assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
     assert client.calls == ["init", "start", "update", "finish", "start", "update", "finish"]
@@ -194,9 +176,10 @@ def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form()
     receiver = make_engine(engine)
     method.process_weights_after_loading(engine.linear)
     place = engine.linear.weight.data_ptr()
-    sender = make_sender(LocalClient(receiver), ModuleSource(trainer))
+    client = LocalClient(receiver)
+    sender = make_sender(client)
     for _ in range(2):
-        sender.send_weights()
+        send(client, weights_of(trainer), sender)
         assert torch.equal(engine.linear.weight, trainer.linear.weight.t())
     assert engine.linear.weight.data_ptr() == place
 
@@ -205,10 +188,9 @@ def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(mon
     """Seen failing with a group of two, and with the answer of the first part alone."""
     trainer, models = TinyModel(seed=1), [TinyModel(seed=2), TinyModel(seed=3)]
     parts = [make_engine(model, rank=rank) for rank, model in enumerate(models)]
-    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=TIMEOUT_S, rank=0, engine_ranks=2)
     client = LocalClient(*parts)
-    sender = GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(trainer))
-    sender.send_weights()
+    sender = make_sender(client, engine_ranks=2)
+    send(client, weights_of(trainer), sender)
     assert all(same(weights_of(model), weights_of(trainer)) for model in models)
     prepare = prepared.PreparedWeights
 
@@ -219,7 +201,7 @@ def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(mon
 
     monkeypatch.setattr(prepared, "PreparedWeights", refuse_second)
     with pytest.raises(MemoryError, match="no room"):
-        sender.stage_weights()
+        send(client, weights_of(trainer), sender)
 
 
 def test_layers_that_a_reload_would_leave_wrong_are_refused_by_name_before_anything_is_sent() -> None:
@@ -227,7 +209,7 @@ def test_layers_that_a_reload_would_leave_wrong_are_refused_by_name_before_anyth
     engine = TinyModel(seed=2)
     vars(engine.linear)["quant_method"] = SimpleNamespace(moe_kernel=object())
     with pytest.raises(HandoverError, match=r"experts of 1 layers .*\['linear'\]\. Fix: remove"):
-        make_sender(LocalClient(make_engine(engine)), ModuleSource(TinyModel(seed=1)), timeout_s=2.0)
+        make_sender(LocalClient(make_engine(engine)), timeout_s=2.0)
 
 
 def test_a_packed_copy_of_a_tied_embedding_is_made_anew() -> None:
@@ -241,7 +223,7 @@ def test_a_packed_copy_of_a_tied_embedding_is_made_anew() -> None:
 
         engine.lm_head = nn.Identity()
         vars(engine.lm_head)["quant_method"] = SimpleNamespace(process_weights_after_loading=pack)
-        make_sender(LocalClient(make_engine(engine)), ModuleSource(trainer)).send_weights()
+        send(LocalClient(make_engine(engine)), weights_of(trainer))
         assert len(packed) == tied
         assert all(torch.equal(copy, trainer.embed.weight) for copy in packed)
 
@@ -255,10 +237,10 @@ def test_damaged_bytes_are_refused_and_a_new_pair_sets_it_right() -> None:
     before, receiver = weights_of(engine), make_engine(engine)
     damaging = LocalClient(receiver, damage=lambda info: info | {"checksum": info["checksum"] ^ 1})
     with pytest.raises(HandoverError, match=r"damaged on the way: checksum \d+ sent, \d+ received"):
-        make_sender(damaging, ModuleSource(trainer)).send_weights()
+        send(damaging, weights_of(trainer))
     assert damaging.calls == ["init", "start", "update", "update"]  # to begin, and to hear how it went
     assert same(weights_of(engine), before)
-    make_sender(LocalClient(receiver), ModuleSource(trainer)).send_weights()
+    send(LocalClient(receiver), weights_of(trainer))
     assert same(weights_of(engine), weights_of(trainer))
 
 
@@ -279,7 +261,7 @@ def test_another_set_of_parameters_than_before_is_refused_with_the_difference(
     """Before a byte is received: gloo does not check sizes. Seen failing without the comparison (it then hung)."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     receiver = make_engine(engine)
-    make_sender(LocalClient(receiver), ModuleSource(trainer)).send_weights()
+    send(LocalClient(receiver), weights_of(trainer))
     with pytest.raises(HandoverError, match=rf"differ from those loaded before: .*{difference}"):
         receiver.update_weights(info_of(trainer, **changes))
     assert same(weights_of(engine), weights_of(trainer))
@@ -289,31 +271,37 @@ def test_the_sender_tells_the_engines_reason_not_its_own_timeout() -> None:
     """The engine refuses, so the broadcast breaks off. Seen failing with the broadcast's error: "timed out"."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     client = LocalClient(make_engine(engine))
-    make_sender(client, ModuleSource(trainer)).send_weights()
-    longer = FakeSource(weights_of(trainer) | {"more.weight": torch.zeros(2**20)})
+    send(client, weights_of(trainer))
+    longer = weights_of(trainer) | {"more.weight": torch.zeros(2**20)}
     with pytest.raises(HandoverError, match=r"new \['more\.weight float32 \(1048576,\)'\]"):
-        make_sender(client, longer, timeout_s=SHORT_S).send_weights()
+        send(client, longer, make_sender(client, timeout_s=SHORT_S))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bucket_bytes", [gloo._BUCKET_BYTES, 7])
+@pytest.mark.parametrize("num_sent", [0, 2])
 def test_a_trainer_that_ends_in_a_transfer_leaves_the_old_weights(
-    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+    monkeypatch: pytest.MonkeyPatch, num_sent: int
 ) -> None:
-    """Before a byte was sent, and after some were. Over a new pair the next update works."""
-    monkeypatch.setattr(gloo, "_BUCKET_BYTES", bucket_bytes)
-
-    class Dying(FakeSource):
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            yield from list(self.tensors.items())[:3]
-            raise ConnectionError("the trainer was cut off")
-
+    """Before a bucket was sent, and after some were. Over a new pair the next update works."""
+    monkeypatch.setattr(gloo, "_BUCKET_BYTES", 7)
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     before, client = weights_of(engine), LocalClient(make_engine(engine))
-    with pytest.raises((ConnectionError, HandoverError)):
-        make_sender(client, Dying(weights_of(trainer)), timeout_s=1.0).send_weights()
+    broadcast = gloo._broadcast
+
+    def end_early(group: Any, flat: torch.Tensor) -> None:
+        if group.rank() > 0:
+            return broadcast(group, flat)
+        for bucket in flat.split(7)[:num_sent]:
+            broadcast(group, bucket)
+        raise ConnectionError("the trainer was cut off")
+
+    monkeypatch.setattr(gloo, "_broadcast", end_early)
+    sender = make_sender(client, timeout_s=1.0)
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):  # the engine's
+        send(client, weights_of(trainer), sender)
+    monkeypatch.setattr(gloo, "_broadcast", broadcast)
     assert same(weights_of(engine), before)
-    make_sender(client, ModuleSource(trainer)).send_weights()
+    send(client, weights_of(trainer))
     assert same(weights_of(engine), weights_of(trainer))
 
 
@@ -334,7 +322,7 @@ def test_a_new_update_forgets_what_an_old_one_left() -> None:
             raise HandoverError("cut")
 
     with pytest.raises(HandoverError, match="cut"):
-        make_sender(Cut(receiver), ModuleSource(trainer)).send_weights()
+        send(Cut(receiver), weights_of(trainer))
     receiver.start_weight_update()
     with pytest.raises(HandoverError, match="no parameters were received"):
         receiver.finish_weight_update()
@@ -350,7 +338,7 @@ def test_an_engine_that_cannot_join_is_told_by_its_own_error() -> None:
             raise HandoverError("rollout/0 failed in init_weight_transfer_engine: it is dead")
 
     with pytest.raises(HandoverError, match="it is dead"):
-        make_sender(Refusing(make_engine(TinyModel(seed=2))), ModuleSource(TinyModel(seed=1)), timeout_s=SHORT_S)
+        make_sender(Refusing(make_engine(TinyModel(seed=2))), timeout_s=SHORT_S)
 
 
 # --- the publisher: several engines, a pair each ---
@@ -476,5 +464,5 @@ def test_a_pair_meets_at_the_addresses_on_the_way_to_its_store(monkeypatch: pyte
         return create(hostname=hostname)
 
     monkeypatch.setattr(gloo.ProcessGroupGloo, "create_device", staticmethod(note))
-    make_sender(LocalClient(make_engine(TinyModel(seed=2))), ModuleSource(TinyModel(seed=1)))
+    make_sender(LocalClient(make_engine(TinyModel(seed=2))))
     assert made == [HOST, HOST]
