@@ -6,7 +6,7 @@ CHANNEL is the descriptor of a socket, OPTIONS are JSON. The process forks. The 
 that arrive on the socket (`codec.py`). The parent half, the keeper, runs none of the user's code: it waits until the
 worker ends, or until it is terminated itself, and then kills everything below it. As a "child subreaper" it inherits
 every descendant whose own parent has ended, daemons in sessions of their own included, so nothing can get away. Neither
-half knows a deadline: `process.py` does.
+half watches deadlines: `process.py` does. Only an event loop cancels a late job itself.
 """
 
 import asyncio
@@ -89,24 +89,22 @@ def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any]
     if verifier.is_async:
         asyncio.run(_serve_async(channel, verifier, packed))
         return
-    for job, calls in unpacker(channel.makefile("rb", buffering=0)):
+    for job, _, calls in unpacker(channel.makefile("rb", buffering=0)):
         channel.sendall(packed(job, verifier.answer(list(map(unpack, calls)))))
 
 
 async def _serve_async(channel: socket.socket, verifier: Verifier, packed: Callable[[int, list[Reply]], bytes]) -> None:
-    """Answer several jobs at a time until the parent hangs up."""
+    """Answer several jobs at a time until the parent hangs up; cancels those that are late."""
     reader, writer = await asyncio.open_unix_connection(sock=channel)
-    running: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(job: int, calls: list[bytes]) -> None:
-        writer.write(packed(job, await verifier.answer_async(list(map(unpack, calls)))))
-        running.pop(job, None)
+    async def serve(job: int, deadline: float, calls: list[bytes]) -> None:
+        async with asyncio.timeout_at(deadline) as limit:
+            replies = await verifier.answer_async(list(map(unpack, calls)))
+        writer.write(packed(job, [] if limit.expired() else replies))
 
-    async for job, calls in messages(reader):
-        if calls is not None:
-            running[job] = asyncio.create_task(serve(job, calls))
-        elif job in running:
-            running[job].cancel()
+    async with asyncio.TaskGroup() as jobs:
+        async for message in messages(reader):
+            jobs.create_task(serve(*message))
 
 
 def _limit_memory(memory_bytes: int) -> Callable[[], float]:

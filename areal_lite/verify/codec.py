@@ -1,8 +1,9 @@
 """Messages between a verifier's process and its parent: msgpack, one after another.
 
 The process sends `[problem, batch size or None, whether it is async]` once its function is loaded and prepared. Then it
-receives jobs `[job, calls]`, and `[job, None]` to cancel one; it answers each with `[job, replies, share of its memory
-that is in use]`. A call travels as bytes packed once, since it may be tried again.
+receives jobs `[job, deadline on the machine's monotonic clock, calls]`, and answers each with `[job, replies, share of
+its memory that is in use]`; without replies if an event loop cancelled the job at its deadline. A call travels as bytes
+packed once, since it may be tried again.
 """
 
 import asyncio

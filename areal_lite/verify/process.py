@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ _END_TIMEOUT_S = 5.0
 _EXIT_CODE_S = 0.5
 """How long a process that hung up may take to exit by itself; its exit code then names the cause."""
 _CANCEL_S = 0.5
-"""How long an event loop may take to cancel a job; one that takes longer is stuck."""
+"""How long after the deadline an event loop may take to cancel a job; one that takes longer is stuck."""
 _WORN_SHARE = 0.8
 """A process that keeps more of its memory than this between calls is replaced before it fails one."""
 
@@ -93,7 +94,7 @@ class VerifierProcess:
     async def call(self, calls: Sequence[bytes]) -> list[Reply]:
         """Have the function called, with a hard deadline of `timeout_s` for each of the calls.
 
-        A job that is late costs the process, unless its event loop cancels this job alone.
+        A job that is late costs the process, unless the process's event loop cancels this job alone.
 
         Args:
             calls: Packed; several only for a batch.
@@ -108,10 +109,13 @@ class VerifierProcess:
         if self._killing is not None:
             self._settle(failed("crashed", "it ended before the call"))
         try:
-            self._writer.write(pack([number, list(calls)]))
             timeout_s = self._settings.timeout_s * len(calls)
-            done, _ = await asyncio.wait([job.answer], timeout=timeout_s)
-            replies = job.answer.result() if done else await self._end_late(number, job, timeout_s)
+            late = failed("timeout", f"after {timeout_s} s")
+            self._writer.write(pack([number, time.monotonic() + timeout_s, list(calls)]))
+            done, _ = await asyncio.wait([job.answer], timeout=timeout_s + (_CANCEL_S if self._is_async else 0.0))
+            if not done:
+                await self.kill(late)
+            replies = job.answer.result() or [late] * len(calls)
         finally:
             del self._jobs[number]
         if any(reply.failure == "memory" for reply in replies):
@@ -120,16 +124,6 @@ class VerifierProcess:
             return replies
         (reply,) = replies
         return [reply if reply.failure == "unavailable" else failed("shared", str(reply.failure))] * len(calls)
-
-    async def _end_late(self, number: int, job: _Job, timeout_s: float) -> list[Reply]:
-        late = failed("timeout", f"after {timeout_s} s")
-        if self._is_async:
-            self._writer.write(pack([number, None]))
-            await asyncio.wait([job.answer], timeout=_CANCEL_S)
-            if job.answer.done() and self._killing is None:
-                return [late] * job.num_calls
-        await self.kill(late)
-        return job.answer.result()
 
     async def kill(self, why: Reply | None = None, *, wait_s: float = 0.0) -> Reply:
         """Kill the process and everything it started, if it does not exit by itself in time; idempotent.

@@ -46,7 +46,7 @@ def test_no_more_calls_are_in_flight_than_the_recipe_says():
 def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
     """An event loop that still turns lets go of one job. The neighbour is there when the deadline comes.
 
-    Seen failing (the neighbour is called twice) with `_end_late` killing at once.
+    Seen failing (the neighbour is called twice) without `_CANCEL_S`.
     """
     log = tmp_path / "log"
 
