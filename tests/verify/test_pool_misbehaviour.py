@@ -98,7 +98,7 @@ def test_a_reply_that_is_too_large_does_not_cost_the_process():
 def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak):
     """48 MiB a process: it holds nine calls of 5 MiB, one of 30, two of two threads, with a stack of 8 MiB each.
 
-    Seen failing (most calls, no restart) without `needs_fresh`.
+    Seen failing (most calls, no restart) without the look at `first_failure`.
     """
     replies, gauges = score("leak", [leak] * 12, memory_mb=48, max_failure_share=0.5)
     assert [reply.failure for reply in replies] == [None] * 12
@@ -106,7 +106,10 @@ def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak):
 
 
 def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either():
-    """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `needs_fresh`."""
+    """Two processes for it, and its neighbour gets a third.
+
+    Seen failing (0 restarts) without the look at `first_failure`.
+    """
     replies, gauges = score("leak", ["too large", "none"])
     assert [reply.failure for reply in replies] == ["memory", None]
     assert (gauges["restarts"], gauges["failures"]) == (2, {"memory": 1})

@@ -124,10 +124,64 @@ class code(Limits):
         verdicts: list[Verdict] = []
         with sweeping():
             if examples:
-                verdicts += run_examples(program, examples, limits=self, total_s=self.total_s, tolerance=self.tolerance)
+                verdicts += self._run_examples(program, examples)
             if cases:
-                verdicts += run_asserts(program, cases, entry_point=entry_point, limits=self)
+                verdicts += self._run_asserts(program, cases, entry_point)
         return self._result(verdicts)
+
+    def _run_examples(self, program: str, examples: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Run a program once for each standard input, and compare what it writes with the output expected.
+
+        `total_s` counts a case that is ended from outside by its wall time.
+
+        Raises:
+            VerifierError: The total was used up by cases that all kept their limits.
+        """
+        verdicts: list[Verdict] = []
+        left_s = self.total_s
+        runner: Program | None = None
+        with ExitStack() as stack:
+            for given, expected in examples:
+                if left_s <= 0:
+                    return verdicts + self._not_run(verdicts, len(examples) - len(verdicts))
+                if runner is None or runner.has_ended:  # the case before broke its sandbox
+                    runner = stack.enter_context(closing(Program(program, limits=self)))
+                outcome = runner.run(given, more_output_bytes=len(expected.encode(errors="replace")))
+                left_s -= outcome.seconds
+                verdicts.append(self._compared(outcome, expected))
+        return verdicts
+
+    def _not_run(self, verdicts: Sequence[Verdict], number: int) -> list[Verdict]:
+        """Judge what there was no time for: a program that met a limit is to blame, a total too small for it is not."""
+        if all(verdict.status in ("passed", "wrong", "crash") for verdict in verdicts):
+            raise VerifierError(
+                f"total_s must be enough for all {len(verdicts) + number} cases of a program that keeps its limits, "
+                f"got {self.total_s:g}, which {len(verdicts)} cases used up: raise total_s (and the verifier's "
+                "timeout_s)"
+            )
+        return [Verdict("timeout", f"not run: the cases before took {self.total_s:g} s together")] * number
+
+    def _compared(self, outcome: Outcome, expected: str) -> Verdict:
+        if outcome.status != "ok":
+            return Verdict(outcome.status, outcome.stderr[-_DETAIL_CHARS:].strip())
+        if same_output(outcome.stdout, expected, self.tolerance):
+            return Verdict("passed")
+        return Verdict("wrong", f"expected {expected[:_DETAIL_CHARS]!r}, got {outcome.stdout[:_DETAIL_CHARS]!r}")
+
+    def _run_asserts(self, program: str, cases: Sequence[tuple[bool, str]], entry_point: str | None) -> list[Verdict]:
+        """Run assert-style tests against a program; a `VerifierError` where the tests' own side broke."""
+        with closing(Program(program, limits=self)) as runner:
+            outcome = runner.run(tests=[cases, entry_point])
+        ending = outcome.status if outcome.status in STATUSES else "crash"
+        verdicts: list[Verdict] = []
+        for trouble in outcome.verdicts:
+            status = "passed" if trouble is None else ending if trouble.startswith(ENDED) else "wrong"
+            verdicts.append(Verdict(status, trouble or ""))
+        num_missing = sum(counts for counts, _ in cases) - len(verdicts)
+        if num_missing and ending == "crash":
+            raise VerifierError(f"{num_missing} tests gave no verdict: {outcome.stderr[-1000:]}")
+        # The tests were cut off at a limit. They hold nothing but what the candidate made them wait for or sent.
+        return verdicts + [Verdict(ending, "its tests were cut off")] * num_missing
 
     def _result(self, verdicts: Sequence[Verdict]) -> VerifyResult:
         shares = {status: sum(item.status == status for item in verdicts) / len(verdicts) for status in STATUSES}
@@ -135,68 +189,3 @@ class code(Limits):
         feedback = [f"case {index} of {len(verdicts)}: {item.status}: {item.detail}" for index, item in failed[:1]]
         earned = shares["passed"] if self.reward == "share" else float(not failed)
         return VerifyResult(earned, feedback="".join(feedback), metrics=shares)
-
-
-def run_examples(
-    program: str, examples: Sequence[tuple[str, str]], *, limits: Limits, total_s: float, tolerance: float
-) -> list[Verdict]:
-    """Run a program once for each standard input, and compare what it writes.
-
-    Args:
-        examples: Each a standard input, and the output expected.
-        limits: Of each case.
-        total_s: Processor seconds of all cases, a case that is ended from outside counted by its wall time.
-        tolerance: See `same_output`.
-
-    Raises:
-        VerifierError: The total was used up by cases that all kept their limits.
-    """
-    verdicts: list[Verdict] = []
-    left_s = total_s
-    runner: Program | None = None
-    with ExitStack() as stack:
-        for given, expected in examples:
-            if left_s <= 0:
-                return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
-            if runner is None or runner.has_ended:  # the case before broke its sandbox
-                runner = stack.enter_context(closing(Program(program, limits=limits)))
-            outcome = runner.run(given, more_output_bytes=len(expected.encode(errors="replace")))
-            left_s -= outcome.seconds
-            verdicts.append(_compared(outcome, expected, tolerance))
-    return verdicts
-
-
-def _not_run(verdicts: Sequence[Verdict], total_s: float, *, number: int) -> list[Verdict]:
-    """Judge what there was no time for: a program that met a limit is to blame, a total too small for it is not."""
-    if all(verdict.status in ("passed", "wrong", "crash") for verdict in verdicts):
-        raise VerifierError(
-            f"total_s must be enough for all {len(verdicts) + number} cases of a program that keeps its limits, got "
-            f"{total_s:g}, which {len(verdicts)} cases used up: raise total_s (and the verifier's timeout_s)"
-        )
-    return [Verdict("timeout", f"not run: the cases before took {total_s:g} s together")] * number
-
-
-def _compared(outcome: Outcome, expected: str, tolerance: float) -> Verdict:
-    if outcome.status != "ok":
-        return Verdict(outcome.status, outcome.stderr[-_DETAIL_CHARS:].strip())
-    if same_output(outcome.stdout, expected, tolerance):
-        return Verdict("passed")
-    return Verdict("wrong", f"expected {expected[:_DETAIL_CHARS]!r}, got {outcome.stdout[:_DETAIL_CHARS]!r}")
-
-
-def run_asserts(
-    program: str, cases: Sequence[tuple[bool, str]], *, entry_point: str | None, limits: Limits
-) -> list[Verdict]:
-    """Run assert-style tests against a program; a `VerifierError` where the tests' own side broke."""
-    with closing(Program(program, limits=limits)) as runner:
-        outcome = runner.run(tests=[cases, entry_point])
-    ending = outcome.status if outcome.status in STATUSES else "crash"
-    verdicts: list[Verdict] = []
-    for trouble in outcome.verdicts:
-        status = "passed" if trouble is None else ending if trouble.startswith(ENDED) else "wrong"
-        verdicts.append(Verdict(status, trouble or ""))
-    num_missing = sum(counts for counts, _ in cases) - len(verdicts)
-    if num_missing and ending == "crash":
-        raise VerifierError(f"{num_missing} tests gave no verdict: {outcome.stderr[-1000:]}")
-    # The tests were cut off at a limit. They hold nothing but what the candidate made them wait for or sent.
-    return verdicts + [Verdict(ending, "its tests were cut off")] * num_missing

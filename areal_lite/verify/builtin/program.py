@@ -55,7 +55,6 @@ class Program:
         self._limits = limits
         self._output_bytes = limits.output_kb * 1024
         self._status: str | None = None
-        self._start = time.monotonic()
         self._folder = tempfile.TemporaryDirectory()
         for name, content in (("inside.py", _INSIDE), ("remote.py", _REMOTE), (_SOURCE, source), ("stdin", "")):
             self._write(name, content)

@@ -22,8 +22,6 @@ from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierError
 from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
-Kind = Literal["bubblewrap", "plain"]
-
 FOLDER = "/program"
 """Where a program finds its files in bubblewrap; in a plain process they lie in its working folder."""
 
@@ -50,7 +48,7 @@ class Limits(Arguments):
     """a file, what it prints included, and in bubblewrap the whole temporary folder, in MiB"""
     processes: int = Field(8, gt=0)
     """processes and threads at once"""
-    sandbox: Kind = "bubblewrap"
+    sandbox: Literal["bubblewrap", "plain"] = "bubblewrap"
     """plain = limits alone"""
 
 
