@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
@@ -31,17 +31,13 @@ _WORN_SHARE = 0.8
 """A process that keeps more of its memory than this between calls is replaced before it fails one."""
 
 
-class _Job(NamedTuple):
-    num_calls: int
-    answer: "asyncio.Future[list[Reply]]"
-
-
 class VerifierProcess:
     """A running `areal_lite.verify.child`; the caller that starts one must kill it."""
 
     def __init__(self, settings: VerifierSettings, *, environment: Mapping[str, str]) -> None:
         self._settings, self._environment = settings, environment
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, asyncio.Future[list[Reply]]] = {}
+        """Jobs in flight. A single reply is for all calls of its job."""
         self._numbers = itertools.count()
         self._process: Any = None
         self._writer: Any = None
@@ -103,8 +99,8 @@ class VerifierProcess:
             A reply per call. Where the process ended, or a batch failed: how, if there was one call that can be the
             cause, else a failure `shared` for each that can.
         """
-        number, job = next(self._numbers), _Job(len(calls), asyncio.get_running_loop().create_future())
-        self._jobs[number] = job
+        number = next(self._numbers)
+        answer = self._jobs[number] = asyncio.get_running_loop().create_future()
         self.num_served += 1
         if self._killing is not None:
             self._settle(failed("crashed", "it ended before the call"))
@@ -112,10 +108,10 @@ class VerifierProcess:
             timeout_s = self._settings.timeout_s * len(calls)
             late = failed("timeout", f"after {timeout_s} s")
             self._writer.write(pack([number, time.monotonic() + timeout_s, list(calls)]))
-            done, _ = await asyncio.wait([job.answer], timeout=timeout_s + (_CANCEL_S if self._is_async else 0.0))
+            done, _ = await asyncio.wait([answer], timeout=timeout_s + (_CANCEL_S if self._is_async else 0.0))
             if not done:
                 await self.kill(late)
-            replies = job.answer.result() or [late] * len(calls)
+            replies = answer.result() or [late] * len(calls)
         finally:
             del self._jobs[number]
         if any(reply.failure == "memory" for reply in replies):
@@ -123,7 +119,7 @@ class VerifierProcess:
         if len(replies) == len(calls):
             return replies
         (reply,) = replies
-        return [reply if reply.failure == "unavailable" else failed("shared", str(reply.failure))] * len(calls)
+        return [reply if reply.failure in ("unavailable", "shared") else _shared(reply)] * len(calls)
 
     async def kill(self, why: Reply | None = None, *, wait_s: float = 0.0) -> Reply:
         """Kill the process and everything it started, if it does not exit by itself in time; idempotent.
@@ -155,12 +151,11 @@ class VerifierProcess:
         return ending
 
     def _settle(self, ending: Reply) -> None:
-        """Answer the jobs that still wait: a call that was alone in the process is the cause, of several any can be."""
-        num_calls = sum(job.num_calls for job in self._jobs.values())
-        reply = ending if num_calls == 1 else failed("shared", str(ending.failure))
-        for job in self._jobs.values():
-            if not job.answer.done():
-                job.answer.set_result([reply] * job.num_calls)
+        """Answer the jobs that still wait: a job that was alone in the process is the cause, of several any can be."""
+        reply = ending if len(self._jobs) == 1 else _shared(ending)
+        for answer in self._jobs.values():
+            if not answer.done():
+                answer.set_result([reply])
 
     async def _exits_within(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -177,11 +172,16 @@ class VerifierProcess:
                 self._worn_above = self._worn_above or (math.inf if used_share > _WORN_SHARE else _WORN_SHARE)
                 if used_share > self._worn_above:
                     self.over.set()
-                job = self._jobs.get(number)
-                if job is not None and not job.answer.done():
-                    job.answer.set_result([Reply(*reply) for reply in replies])
+                answer = self._jobs.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result([Reply(*reply) for reply in replies])
         except OSError:
             pass
         except Exception:  # no reply, or one without end
             why = failed("reply_too_large", "or no reply at all: what arrived could not be read")
         await self.kill(why, wait_s=0.0 if why else _EXIT_CODE_S)
+
+
+def _shared(reply: Reply) -> Reply:
+    """Return the failure of calls of which any can be the cause of this one."""
+    return failed("shared", str(reply.failure))

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
     VLLMWeightSyncClient,
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -38,6 +37,8 @@ from areal_lite.train.distributed import open_store
 if TYPE_CHECKING:
     from areal_lite.weights.prepared import PreparedWeights
 
+Parameter = tuple[str, str, list[int]]
+"""Name, dtype and shape."""
 _BUCKET_BYTES = 256 * 2**20
 """Largest single broadcast; gloo's own limit is 2 GiB."""
 
@@ -62,10 +63,9 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     checksum: int
 
-    def metadata(self) -> list[ParamMeta]:
+    def parameters(self) -> list[Parameter]:
         """One entry per parameter, in the order sent."""
-        fields = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        return [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in fields]
+        return list(zip(self.names, self.dtype_names, self.shapes, strict=True))
 
 
 def _join(store: TCPStore, rank: int, info: GlooInitInfo) -> ProcessGroupGloo:
@@ -76,8 +76,9 @@ def _join(store: TCPStore, rank: int, info: GlooInitInfo) -> ProcessGroupGloo:
     return ProcessGroupGloo(store, rank, 1 + info.engine_ranks, options)
 
 
-def _size_bytes(meta: ParamMeta) -> int:
-    return int(meta.dtype.itemsize * math.prod(meta.shape))
+def _size_bytes(parameter: Parameter) -> int:
+    _, dtype, shape = parameter
+    return int(getattr(torch, dtype).itemsize * math.prod(shape))
 
 
 def _broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
@@ -111,7 +112,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._receiving: Future[None] | None = None
         self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
         """Received weights: ready to be swapped in or, if the model is not plain, as they arrived."""
-        self._known: list[ParamMeta] | None = None
+        self._known: list[Parameter] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Form a new group with the trainer; an earlier one is dropped.
@@ -158,31 +159,29 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         """
         if self._group is None:
             raise HandoverError("an update needs a transfer group, got none: call init_transfer_engine first")
-        metadata = update_info.metadata()
-        if self._known is not None and metadata != self._known:
+        parameters = update_info.parameters()
+        if self._known is not None and parameters != self._known:
             raise HandoverError(
-                f"the parameters sent differ from those loaded before: {_difference(self._known, metadata)}"
+                f"the parameters sent differ from those loaded before: {_difference(self._known, parameters)}"
             )
         self._receiving = Future()
-        arguments = (self._group, metadata, update_info, self._receiving)
+        arguments = (self._group, parameters, update_info.checksum, self._receiving)
         threading.Thread(target=self._receive, args=arguments, name="weights", daemon=True).start()
 
     def _receive(
-        self, group: ProcessGroupGloo, metadata: list[ParamMeta], info: GlooUpdateInfo, receiving: Future[None]
+        self, group: ProcessGroupGloo, parameters: list[Parameter], checksum: int, receiving: Future[None]
     ) -> None:
         """Consumes one broadcast, produces `_staged` and the acknowledgement; bounded by the group's timeout."""
         from areal_lite.weights.prepared import PreparedWeights, is_plain
 
         try:
-            flat = torch.empty(sum(map(_size_bytes, metadata)), dtype=torch.uint8)
+            flat = torch.empty(sum(map(_size_bytes, parameters)), dtype=torch.uint8)
             _broadcast(group, flat)
-            if (got := _checksum(flat)) != info.checksum:
-                raise HandoverError(
-                    f"parameters were damaged on the way: checksum {info.checksum} sent, {got} received"
-                )
-            weights = list(_unpack(flat, metadata))
+            if (got := _checksum(flat)) != checksum:
+                raise HandoverError(f"parameters were damaged on the way: checksum {checksum} sent, {got} received")
+            weights = list(_unpack(flat, parameters))
             self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
-            self._known = metadata
+            self._known = parameters
             receiving.set_result(None)
         except Exception as error:
             receiving.set_exception(error)
@@ -227,10 +226,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         _repack_tied_head(self.model)
 
 
-def _unpack(flat: torch.Tensor, metadata: Sequence[ParamMeta]) -> Iterable[tuple[str, torch.Tensor]]:
-    pieces = flat.split([_size_bytes(meta) for meta in metadata])
-    for meta, piece in zip(metadata, pieces, strict=True):
-        yield meta.name, piece.view(meta.dtype).view(meta.shape)
+def _unpack(flat: torch.Tensor, parameters: Sequence[Parameter]) -> Iterable[tuple[str, torch.Tensor]]:
+    pieces = flat.split([_size_bytes(parameter) for parameter in parameters])
+    for (name, dtype, shape), piece in zip(parameters, pieces, strict=True):
+        yield name, piece.view(getattr(torch, dtype)).view(shape)
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
@@ -246,11 +245,10 @@ def _packed_once(model: torch.nn.Module) -> list[str]:
     return [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
 
 
-def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
+def _difference(known: list[Parameter], got: list[Parameter]) -> str:
     """Name the first parameters that only one side has, by name, dtype and shape."""
     before, after = (
-        {f"{meta.name} {str(meta.dtype).removeprefix('torch.')} {tuple(meta.shape)}" for meta in metas}
-        for metas in (known, got)
+        {f"{name} {dtype} {tuple(shape)}" for name, dtype, shape in parameters} for parameters in (known, got)
     )
     if before == after:
         return "another order"

@@ -105,7 +105,6 @@ transformers.utils.output_capturing: OutputRecorder(target_class)
 PACKAGES = ("vllm", "ray", "transformers")
 INTERNAL = re.compile(r"vllm\.|ray\.\w+\.|ray\._|transformers\.\w+\.")
 SHARED = {
-    "vllm.distributed.weight_transfer.base.ParamMeta",
     "vllm.distributed.weight_transfer.base.WeightSource",
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
 }

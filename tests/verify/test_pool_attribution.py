@@ -65,7 +65,7 @@ def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
 def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
     """Nobody knows whose fault it was, so each runs alone.
 
-    Seen failing with every call blamed (`num_calls == 1` left out of `_settle`).
+    Seen failing with every call blamed (`len(self._jobs) == 1` left out of `_settle`).
     """
     results, gauges = score("crowd", ["slow", bad, "slow"], concurrency=3)
     assert (results, gauges["failures"]) == ([1.0, failure, 1.0], {failure: 1})
