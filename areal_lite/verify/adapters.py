@@ -6,8 +6,10 @@ import json
 import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from numbers import Real
 from typing import Any, Self
+from urllib.error import HTTPError
 
 from pydantic import Field, model_validator
 
@@ -168,7 +170,7 @@ class openrlhf(Arguments):
         return self
 
     def __call__(self, prompts: Texts, completions: Texts, answers: Texts, rows: Rows, /) -> list[VerifyResult]:
-        """Return a result per completion; `VerifierUnavailable` where the server does not answer."""
+        """Return a result per completion; `VerifierUnavailable` if the server is away, busy (429) or broken (5xx)."""
         queries = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         labels = list(map(_reference, answers, rows))
         if self.function is not None:
@@ -180,6 +182,8 @@ class openrlhf(Arguments):
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
                     result = json.load(reply)
             except OSError as error:  # what urllib raises inherits it
+                if isinstance(error, HTTPError) and error.code < 500 and error.code != HTTPStatus.TOO_MANY_REQUESTS:
+                    raise  # it refuses this request, and would again
                 raise VerifierUnavailable(f"{self.url}: {error}") from error
         result = result if isinstance(result, Mapping) else {"rewards": result}
         logs = {name: _list(values) for name, values in result.get("extra_logs", {}).items()}

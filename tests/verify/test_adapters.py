@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import msgpack
 import pytest
@@ -131,6 +132,17 @@ def test_a_remote_reward_model_is_asked_as_openrlhf_asks() -> None:
         openrlhf(url="http://127.0.0.1:9")(["p"], ["7"], ["7"], [{}])
     with pytest.raises(ValueError, match="needs a function or a url, got None and None: give one"):
         openrlhf()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(404, HTTPError), (429, VerifierUnavailable), (503, VerifierUnavailable)]
+)
+def test_a_server_that_refuses_a_request_is_there(status: int, error: type[Exception]) -> None:
+    """Such a request is not sent again. Seen failing (`VerifierUnavailable`) with every error of urllib one."""
+    with answering() as server:
+        server.status = status
+        with pytest.raises(error, match=str(status)):
+            openrlhf(url=server.url)(["p"], ["7"], ["7"], [{}])
 
 
 def gym_row(family: str, index: int) -> dict[str, Any]:
