@@ -14,12 +14,13 @@ weights are whole. Only vLLM and the trainer's publisher import this module (it 
 import math
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
@@ -33,9 +34,6 @@ from vllm.distributed.weight_transfer.base import (
 from areal_lite.errors import HandoverError
 from areal_lite.network import address_towards
 from areal_lite.train.distributed import open_store
-
-if TYPE_CHECKING:
-    from areal_lite.weights.prepared import PreparedWeights
 
 Parameter = tuple[str, str, list[int]]
 """Name, dtype and shape."""
@@ -110,8 +108,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         super().__init__(*args, **kwargs)
         self._group: ProcessGroupGloo | None = None
         self._receiving: Future[None] | None = None
-        self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
-        """Received weights: ready to be swapped in or, if the model is not plain, as they arrived."""
+        self._load: Callable[[], None] | None = None
+        """Loads what was received: swaps prepared weights in or, if the model is not plain, reloads it."""
         self._known: list[Parameter] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -136,7 +134,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def start_weight_update(self) -> None:
         """Open an update; the model stays unchanged until everything has arrived."""
-        self._staged, self._receiving = [], None
+        self._load, self._receiving = None, None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Start to stage one full set of parameters, and return at once; a second call waits for the first.
@@ -171,7 +169,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def _receive(
         self, group: ProcessGroupGloo, parameters: list[Parameter], checksum: int, receiving: Future[None]
     ) -> None:
-        """Consumes one broadcast, produces `_staged` and the acknowledgement; bounded by the group's timeout."""
+        """Consumes one broadcast, produces `_load` and the acknowledgement; bounded by the group's timeout."""
         from areal_lite.weights.prepared import PreparedWeights, is_plain
 
         try:
@@ -180,7 +178,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             if (got := _checksum(flat)) != checksum:
                 raise HandoverError(f"parameters were damaged on the way: checksum {checksum} sent, {got} received")
             weights = list(_unpack(flat, parameters))
-            self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
+            if is_plain(self.model):
+                self._load = PreparedWeights(self.model, weights).swap
+            else:
+                self._load = partial(self._reload, weights)
             self._known = parameters
             receiving.set_result(None)
         except Exception as error:
@@ -198,13 +199,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         receiving, self._receiving = self._receiving, None
         if receiving is not None:
             receiving.result()
-        if not self._staged:
+        if self._load is None:
             raise HandoverError("there is nothing to load: no parameters were received in this update")
-        staged, self._staged = self._staged, []
-        if isinstance(staged, list):
-            self._reload(staged)
-        else:
-            staged.swap()
+        load, self._load = self._load, None
+        load()
 
     def shutdown(self) -> None:
         """Drop the group."""

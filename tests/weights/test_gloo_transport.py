@@ -312,7 +312,7 @@ def test_an_update_needs_a_pair() -> None:
 
 
 def test_a_new_update_forgets_what_an_old_one_left() -> None:
-    """A transfer that was never closed must not be loaded later. Seen failing with `_staged` kept, and with an empty
+    """A transfer that was never closed must not be loaded later. Seen failing with `_load` kept, and with an empty
     update taken for a finished one."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     before, receiver = weights_of(engine), make_engine(engine)
