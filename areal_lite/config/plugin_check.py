@@ -42,19 +42,14 @@ sys.stderr.write("".join(f"\\0{problem}" for problem in problems))
 
 
 def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str | None = None) -> None:
-    """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments.
+    """Raise a `ConfigError`, a line (key, what is wrong, remedy) for each function that is missing or takes no such
+    arguments.
 
     Args:
         config: The recipe.
         verifiers_only: The command uses nothing else of it.
         loader: `module:function` that loads the recipe's workflows and loss function as a run does.
     """
-    if problems := list(plugin_problems(config, verifiers_only=verifiers_only, loader=loader)):
-        raise ConfigError("\n".join(problems))
-
-
-def plugin_problems(config: "Config", *, verifiers_only: bool = False, loader: str | None = None) -> Iterable[str]:
-    """Yield one sentence (key, what is wrong, remedy) per function."""
     verifiers = list(_verifiers(config))
     named = [] if verifiers_only else list(_functions(config))
     for key, section, one in verifiers:
@@ -67,10 +62,11 @@ def plugin_problems(config: "Config", *, verifiers_only: bool = False, loader: s
     ]
     is_plain = all(name in (None, "single_turn") for _, name, kind in named if kind in ("workflow", "loss function"))
     loader = None if is_plain else loader
-    if own or loader:
-        yield from _import_problems(own, loader, config)
+    problems = list(_import_problems(own, loader, config)) if own or loader else []
     for _, section, one in verifiers:
-        yield from _argument_problems(section, one)
+        problems += _argument_problems(section, one)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _import_problems(named: list[tuple[str, str, str]], loader: str | None, config: "Config") -> Iterable[str]:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import parse_config
+from areal_lite.errors import ConfigError
 
 FILE = """
 def verify(prompt, completion, answer, **row): ...
@@ -25,7 +26,11 @@ def file(tmp_path: Path) -> str:
 
 
 def problems(**sections: object) -> list[str]:
-    return list(plugin_problems(parse_config(sections)))
+    try:
+        check_plugins(parse_config(sections))
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
 
 
 @pytest.mark.parametrize("name", ["verify", "slowly", "made", "judge"])

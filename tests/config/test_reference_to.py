@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import find_function, reference_to
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import PluginError
+from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.commands.main import main
 from areal_lite.verify.builtin.text import exact
 
@@ -44,10 +44,10 @@ def test_any_other_function_is_written_down_with_what_it_refers_to(tmp_path: Pat
     assert [vars(function)["_verifier_batch"] for function in found] == [2, 3]
     assert find_function(reference_to(lambda *_: 0.25, tmp_path), kind="loss")() == 0.25
     config = parse_config({"verifier": {"function": {names[0]: 1.0, names[1]: 0.5}}})
-    assert list(plugin_problems(config)) == []
+    check_plugins(config)
     Path(names[0]).unlink()
-    (problem,) = plugin_problems(config)
-    assert f"No such file or directory: '{names[0]}'" in problem
+    with pytest.raises(ConfigError, match=f"No such file or directory: '{names[0]}'"):
+        check_plugins(config)
     with pytest.raises(PluginError, match="cannot be imported: FileNotFoundError"):
         find_function(names[0], kind="verifier")
 
