@@ -5,7 +5,7 @@ Chained sums are worked out, more or less carefully; other sources bring a demon
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from areal_lite.config.data import SourceConfig
@@ -23,27 +23,15 @@ PRINTABLE = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 """ASCII without control characters but the end of a line; what chained sums are made of is among it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstration:
-    """One worked task."""
-
-    origin: str
-    """Where it came from, for messages."""
-    prompt: str
-    """Inside the source's template, as in training."""
-    turns: tuple[tuple[bool, str], ...]
-    """Texts after the prompt, each with True if the model writes it, False if its environment does."""
-    content: Mapping[str, Any]
-    """All that makes it another demonstration than others, as JSON."""
-
-
-def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demonstration]:
+def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Task]:
     """Return `count` worked tasks of the recipe's sources, in the shares that training has; a short source is repeated.
+
+    Their prompts are inside the source's template, as in training.
 
     Raises:
         ConfigError: No source has any, and `model.warm_start.steps` is not 0.
     """
-    warm_start, shown = config.model.warm_start, list[Demonstration]()
+    warm_start, shown = config.model.warm_start, list[Task]()
     teaching = {name: source for name, source in _sources(config).items() if source.source not in FILE_SOURCES}
     weights = {name: getattr(source, "weight", 1.0) for name, source in teaching.items()}  # one alone has none
     for name, source in teaching.items():
@@ -67,18 +55,33 @@ def alphabet(config: Config | OfflineConfig) -> str:
     return CHARACTERS if is_narrow else PRINTABLE
 
 
-def turn_examples(shown: Sequence[Demonstration], tokenizer: Tokenizer) -> list[Example]:
+def turns_of(task: Task) -> list[tuple[bool, str]]:
+    """Return the texts after a worked task's prompt, each with True if the model writes it, False if others do."""
+    given = task.demonstration or ""
+    if isinstance(given, str):
+        return [(True, given)]
+    return [(turn["role"] == "assistant", turn["content"]) for turn in given]
+
+
+def content_of(task: Task) -> dict[str, Any]:
+    """Return all that makes a worked task another one than others, as JSON."""
+    if isinstance(task.demonstration, str):
+        return {"prompt": task.prompt, "solution": task.demonstration, "answer": task.answer}
+    return {"prompt": task.prompt, "turns": turns_of(task)}
+
+
+def turn_examples(shown: Sequence[Task], tokenizer: Tokenizer) -> list[Example]:
     """Make one example of each of the model's turns; all earlier turns are its prompt.
 
     So the model learns only its own words and the end-of-sequence token after them, where generation stops. A reply of
     the environment follows that token as plain text, as in an episode.
     """
-    texts = [(text, item.origin) for item in shown for text in (item.prompt, *(text for _, text in item.turns))]
+    texts = [(text, task.origin) for task in shown for text in (task.prompt, *(text for _, text in turns_of(task)))]
     ids = iter(encode_texts([text for text, _ in texts], origins=[origin for _, origin in texts], tokenizer=tokenizer))
     examples = []
-    for item in shown:
+    for task in shown:
         context = next(ids)
-        for is_own, _ in item.turns:
+        for is_own, _ in turns_of(task):
             turn = next(ids) + [tokenizer.eos_token_id] * is_own
             if is_own:
                 examples.append(Example(context, (turn,)))
@@ -90,18 +93,10 @@ def _sources(config: Config | OfflineConfig) -> Mapping[str, SourceConfig]:
     return config.data.sources if isinstance(config, Config) else {"arith": SourceConfig(arith=config.data.arith)}
 
 
-def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
+def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Task]:
     if source.source == "arith":
         tasks = worked_solutions(source.arith, count, seed=0, carelessness=settings.carelessness)
     else:
         tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
-    return [_shown(task, source) for task in itertools.islice(itertools.cycle(tasks), count)]
-
-
-def _shown(task: Task, source: SourceConfig) -> Demonstration:
-    prompt, given = source.template.replace("{prompt}", task.prompt), task.demonstration or ""
-    if isinstance(given, str):
-        content = {"prompt": prompt, "solution": given, "answer": task.answer}
-        return Demonstration(origin=task.origin, prompt=prompt, turns=((True, given),), content=content)
-    turns = tuple((turn["role"] == "assistant", turn["content"]) for turn in given)
-    return Demonstration(origin=task.origin, prompt=prompt, turns=turns, content={"prompt": prompt, "turns": turns})
+    shown = [replace(task, prompt=source.template.replace("{prompt}", task.prompt)) for task in tasks]
+    return list(itertools.islice(itertools.cycle(shown), count))

@@ -18,7 +18,8 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.completions import Example, OfflineData
-from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
+from areal_lite.data.demonstrations import alphabet, content_of, demonstrations, turn_examples
+from areal_lite.data.tasks import Task
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.writer import writable
 
@@ -72,13 +73,13 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
     return folder
 
 
-def _content_hash(config: Config | OfflineConfig, shown: Sequence[Demonstration]) -> str:
+def _content_hash(config: Config | OfflineConfig, shown: Sequence[Task]) -> str:
     content = {
         "recipe": _RECIPE_VERSION,
         "warm_start": {**config.model.warm_start.model_dump(), "seed": _SEED, "tie_embeddings": True},
         "max_context": config.model.max_context,
         "characters": alphabet(config),
-        "problems": [demonstration.content for demonstration in shown],
+        "problems": list(map(content_of, shown)),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

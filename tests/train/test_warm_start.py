@@ -20,7 +20,8 @@ from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.data.arith import CHARACTERS, worked_solutions
-from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
+from areal_lite.data.demonstrations import PRINTABLE, alphabet, demonstrations, turn_examples, turns_of
+from areal_lite.data.tasks import Task
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.launch.run.train import prepare_model
@@ -33,8 +34,10 @@ GUESS = {"source": "guess_number", "workflow": "guess_number", "arguments": {"tr
 SMALL = {"warm_start": {"steps": 1, "batch_size": 4, "hidden_size": 32, "num_layers": 1}}
 
 
-def episode(*turns: tuple[bool, str]) -> Demonstration:
-    return Demonstration(origin="here", prompt="1-9?", turns=turns, content={})
+def episode(*turns: tuple[bool, str]) -> Task:
+    roles = {True: "assistant", False: "environment"}
+    shown = [{"role": roles[is_own], "content": text} for is_own, text in turns]
+    return Task(origin="here", prompt="1-9?", answer="", demonstration=shown)
 
 
 def folder_name(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -72,10 +75,10 @@ def test_sources_are_shown_in_the_shares_of_training() -> None:
     config = recipe(data={"mix": {"sums": {"weight": 3, "arith": arith}, "game": GUESS}})
     shown = demonstrations(config, count=40)
     problems = worked_solutions(ArithConfig(**arith), 30, seed=0, carelessness=0.6)
-    assert [(item.prompt, item.turns) for item in shown[:30]] == [
-        (p.prompt, ((True, p.demonstration),)) for p in problems
+    assert [(item.prompt, item.demonstration) for item in shown[:30]] == [
+        (problem.prompt, problem.demonstration) for problem in problems
     ]
-    assert all(item.origin.startswith("guess_number train") and len(item.turns) % 2 for item in shown[30:])
+    assert all(item.origin.startswith("guess_number train") and len(turns_of(item)) % 2 for item in shown[30:])
     assert len(shown) == 40
 
 
@@ -88,7 +91,7 @@ def test_a_short_source_is_shown_again_and_again() -> None:
 def test_prompts_are_shown_inside_their_template() -> None:
     """As in training. Seen failing with the bare prompt."""
     shown = demonstrations(recipe(data={"template": "Q: {prompt}"}), count=5)
-    assert all(item.prompt.startswith("Q: ") and item.content["prompt"] == item.prompt for item in shown)
+    assert all(item.prompt.startswith("Q: ") for item in shown)
     game = demonstrations(recipe(data={**GUESS, "template": "{prompt} "}), count=1)[0]
     assert game.prompt.endswith("? ")
 
