@@ -15,7 +15,8 @@ from learner import begin, logprobs_of, plain
 from matplotlib.figure import Figure
 from plotting import command_line, curves, new_figure, value_map
 from torch import Tensor
-from worlds import SMALL, World, best_values, exact_values, grid_world
+from value_iteration import value_iteration
+from worlds import SMALL, World, exact_values, grid_world
 
 from areal_lite.algo.advantages import gae
 from areal_lite.algo.losses import policy_loss, value_loss
@@ -65,7 +66,7 @@ def main(seed: int = 0) -> Figure:
         optimiser.step()
     policy_SA = actor_SA.detach().softmax(-1).numpy()
     exact_S, learned_S = exact_values(world, policy_SA, gamma=1.0), critic_S.detach().numpy()
-    best = best_values(world, gamma=1.0)[world.start]
+    best = value_iteration(world, gamma=1.0)[0][world.start]
     path = [8, 4, 0, 1, 2]  # the cells of the best way, all seen often
     error = abs(learned_S - exact_S)[path].max()
     print(f"value of the start {exact_S[world.start]:.3f} (optimum {best:.3f}); critic off by {error:.3f} on the way")

@@ -19,12 +19,16 @@ from worlds import MAZE, World, action_values, exact_values, grid_world, soft_gr
 GAMMA = 0.95
 
 
-def policy_iteration(world: World, *, gamma: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the values [S] and the actions [S] of every policy on the way; the first goes up everywhere."""
+def policy_iteration(world: World, *, gamma: float, epsilon: float = 0.0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the values [S] and the best actions [S] of every policy on the way; the first goes up everywhere.
+
+    All of them explore with probability `epsilon`; the last one is the best of all that do.
+    """
     actions, values = [np.zeros(len(world.rewards_SA), dtype=int)], []
     while len(actions) < 2 or (actions[-1] != actions[-2]).any():
-        values.append(exact_values(world, np.eye(4)[actions[-1]], gamma=gamma))
-        actions.append(soft_greedy(action_values(world, values[-1], gamma=gamma).round(9)).argmax(1))
+        policy_SA = soft_greedy(np.eye(4)[actions[-1]], epsilon=epsilon)
+        values.append(exact_values(world, policy_SA, gamma=gamma))
+        actions.append(action_values(world, values[-1], gamma=gamma).round(9).argmax(1))
     return values, actions[:-1]
 
 

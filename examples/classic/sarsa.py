@@ -11,8 +11,9 @@ policy of those that explore could earn is computed exactly (policy iteration wi
 import numpy as np
 from matplotlib.figure import Figure
 from plotting import command_line, curves, new_figure, value_map
+from policy_iteration import policy_iteration
 from q_learning import EPSILON, cliff, learn
-from worlds import best_values, exact_values, path, soft_greedy
+from worlds import exact_values, path, soft_greedy
 
 
 def main(seed: int = 0) -> Figure:
@@ -26,7 +27,8 @@ def main(seed: int = 0) -> Figure:
         cells = path(world, Q.argmax(1))
         lines[name], shown[name] = np.convolve(returns, np.ones(50) / 50, "valid"), (Q, cells)
         print(f"{name}: {len(cells) - 1} steps, {len(edge & set(cells))} of them on the edge; earns {earned[name]:.1f}")
-    best = float(best_values(world, gamma=1.0, epsilon=EPSILON)[world.start])
+    values, _ = policy_iteration(world, gamma=1.0, epsilon=EPSILON)
+    best = float(values[-1][world.start])
     print(f"the best that can be earned while exploring: {best:.1f}")
     Q, cells = shown["SARSA"]
     assert len(edge & set(cells)) <= 2  # the way down to the goal, and the start

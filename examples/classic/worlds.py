@@ -75,18 +75,6 @@ def soft_greedy(values_SA: np.ndarray, *, epsilon: float = 0.0) -> np.ndarray:
     return (1 - epsilon) * np.eye(4)[values_SA.argmax(1)] + epsilon / 4
 
 
-def best_values(world: World, *, gamma: float, epsilon: float = 0.0) -> np.ndarray:
-    """Return the values [S] of the best of all policies that explore with probability `epsilon` (0: the optimum)."""
-    policy_SA = np.full_like(world.rewards_SA, 0.25)
-    while True:  # policy iteration within the epsilon-soft policies, exact at each step
-        values_S = exact_values(world, policy_SA, gamma=gamma)
-        values_SA = action_values(world, values_S, gamma=gamma)
-        better_SA = soft_greedy(values_SA.round(9), epsilon=epsilon)
-        if (better_SA == policy_SA).all():
-            return values_S
-        policy_SA = better_SA
-
-
 def path(world: World, actions_S: np.ndarray, *, limit: int = 100) -> list[int]:
     """Follow actions from the start of a world without slips, until an end or `limit` steps; return the cells."""
     cells = [world.start]
