@@ -200,8 +200,7 @@ def draw_presets(content: Row) -> None:
                 label, style = f"{run['name']} {last:.3f}", {"linewidth": 1.6, "marker": "o", "markersize": 3}
                 axes.plot(list(curve), list(curve.values()), dash, label=label, **style)
         axes.legend(frameon=False, fontsize=9)
-        axes.set_xlabel("trainer step")
-        axes.set_ylabel("held-out accuracy, greedy")
+        axes.set(xlabel="trainer step", ylabel="held-out accuracy, greedy")
 
 
 # ---------------------------------------------------------------- staleness
@@ -247,8 +246,7 @@ def draw_staleness(content: Row) -> None:
             for place, found in ends.items():
                 axes.scatter([place] * len(found), found, color=color, s=18, alpha=0.75, zorder=3)
         axes.set_xticks(range(len(rows)), [str(row["eta"]) for row in rows])
-        axes.set_xlabel("eta, the largest age a trained token may have")
-        axes.set_ylabel("held-out accuracy at the last step")
+        axes.set(xlabel="eta, the largest age a trained token may have", ylabel="held-out accuracy at the last step")
         axes.legend(frameon=False)
 
 
@@ -263,7 +261,7 @@ def long_answers(content: Row) -> list[Row]:
     default = _default_policy(content)
     rows = []
     for row in content["rows"]:
-        if row["ahead"] != 4 or row["policy"] not in ("mask", "drop", "wait", "keep"):
+        if row["ahead"] != 4:
             continue
         if row["policy"] == "mask" and row["eta"] > 12:  # a bound that masks nothing
             continue
@@ -294,9 +292,8 @@ def families(content: Row) -> str:
 
 def draw_long_answers(content: Row) -> None:
     """Draw what share of each quarter trains, over the length of the sample; a panel per policy."""
-    rows = [row for row in content["rows"] if row["ahead"] == 4 and (row["eta"] == 4 or row["eta"] == 20)]
-    rows = [row for row in rows if row["eta"] == 4 or row["policy"] == "wait"]
-    rows = [row for row in rows if "," not in row["policy"]]
+    shown = [(policy, 4) for policy in ("mask", "drop", "wait", "keep")] + [("wait", 20)]
+    rows = [row for row in content["rows"] if row["ahead"] == 4 and (row["policy"], row["eta"]) in shown]
     with picture(HERE / "long-answers.svg", size=(9, 3.0), font=9, ncols=len(rows), sharey=True) as (figure, panels):
         for row, axes in zip(rows, panels, strict=True):
             shares = row[SCENES[0]]["shares"]
@@ -348,16 +345,13 @@ def demo_run(folder: Path) -> dict[str, Any]:
 def draw_runs(content: Row, *, name: str = "calculator") -> None:
     """Draw held-out accuracy and the reward of sampled answers over steps, a line per seed."""
     panels = {"held-out accuracy, greedy": "eval", "mean reward of sampled answers": "rewards"}
-    size = (7.5, 3.0)
-    with picture(HERE / f"{name}.svg", size=size, ncols=len(panels)) as (_, both):
+    with picture(HERE / f"{name}.svg", size=(7.5, 3.0), ncols=len(panels)) as (_, both):
         for axes, (label, key) in zip(both, panels.items(), strict=True):
             axes.grid(axis="y", color="#dddddd", linewidth=0.8)
             for run in content["runs"]:
                 curve = {int(step): value for step, value in run[key].items()}
                 axes.plot(list(curve), list(curve.values()), linewidth=1.6, label=f"seed {run['seed']}")
-            axes.set_xlabel("trainer step")
-            axes.set_title(label)
-            axes.set_ylim(0, 1)
+            axes.set(xlabel="trainer step", title=label, ylim=(0, 1))
         both[0].legend(frameon=False, loc="lower right")
 
 
@@ -430,8 +424,6 @@ def gpu_parts(_content: Row) -> str:
     return markdown(OWN["gpu parts"], rows)
 
 
-# ---------------------------------------------------------------- all of them
-
 # ---------------------------------------------------------------- agents
 
 
@@ -482,6 +474,8 @@ def reward_watch(content: Row) -> Iterable[Row]:
     for one, other in zip(free, held, strict=True):
         yield {"step": one["step"], "free": one, "held": other}
 
+
+# ---------------------------------------------------------------- all of them
 
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
