@@ -1,4 +1,4 @@
-"""Checks that compare sections of a recipe with each other, or with the machines it is to run on. Pure.
+"""Checks that compare sections of a recipe with each other, or with the cores of a machine. Pure.
 
 They run whenever a recipe is parsed, so that all commands refuse the same recipe with the same sentence. A rule about
 one section is part of that section. `launch/run/recipe_check.py` compares a recipe with the files and functions that it
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.plugins import known_names
 from areal_lite.config.suggestion import suggestion
-from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal_lite.config.offline import OfflineConfig
@@ -180,21 +179,15 @@ def row_name_problems(config: "Config", kind: str, name: Any, *, place: str, at:
         yield f"{place} one of {', '.join(known)}, got {name!r}{at}{near or '.'} Fix: correct it, or add it to {option}"
 
 
-def check_resources(config: "Config | OfflineConfig", *, num_cores: int, num_gpus: int) -> str:
-    """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
-    needed, counts = config.trainer.ranks, {"trainer.ranks": config.trainer.ranks}
-    if config.command == "train":
-        workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
-        counts |= {} if config.rollout.servers else {"rollout.workers": workers, "rollout.tensor_parallel": parallel}
-        needed += 0 if config.weights.transport == "ipc" else workers * config.engine_gpus
-    if config.run.device == "cpu":
-        many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
-        slow = f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"
-        return slow if many else ""
-    settings = ", ".join(f"{key}={count}" for key, count in counts.items())
-    if needed > num_gpus:
-        raise ConfigError(
-            f"the recipe needs {needed} GPUs ({settings}), got {num_gpus}: lower them, or join more nodes to the Ray "
-            "cluster"
-        )
-    return ""
+def core_warning(config: "Config | OfflineConfig", *, num_cores: int) -> str:
+    """Return a warning where a run on a CPU would be slow, as it has more processes of a kind than cores; else nothing.
+
+    Whether GPUs suffice is known once every process has a place: see `launch/run/plan.py`.
+    """
+    counts = {"trainer.ranks": config.trainer.ranks}
+    if config.command == "train" and not config.rollout.servers:
+        counts |= {f"rollout.{key}": getattr(config.rollout, key) for key in ("workers", "tensor_parallel")}
+    many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
+    if config.run.device != "cpu" or not many:
+        return ""
+    return f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"

@@ -50,7 +50,7 @@ def problems(job: Job) -> Iterator[str]:
     if command == "eval":
         assert isinstance(config, Config)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": 1})})
-    yield from _gpu_problems(job.profile, config, with_ranks=command != "eval")
+    yield from gpu_problems(job.profile, config, with_ranks=command != "eval")
     yield from _folder_problems(job, recipe)
     if command != "eval":  # it has a model of its own
         check_recipe(config, _reach(job, config))
@@ -79,7 +79,8 @@ def _reach(job: Job, config: Config | OfflineConfig) -> Reach:
     return Reach.RECIPE if job.ships else Reach.FILES
 
 
-def _gpu_problems(profile: Profile, config: Config | OfflineConfig, *, with_ranks: bool) -> Iterator[str]:
+def gpu_problems(profile: Profile, config: Config | OfflineConfig, *, with_ranks: bool) -> Iterator[str]:
+    """Yield a sentence if a profile's GPUs do not suffice for the engines, and the trainer ranks if it has them."""
     if config.run.device == "cpu":
         return
     gpus, size = profile.gpus_per_node, f"nodes={profile.nodes} x gpus_per_node={profile.gpus_per_node}"

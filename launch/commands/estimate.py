@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.config.checks import check_resources
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.config.sections import BUILT_IN
+from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Gpu, Json, Overrides, ProfileFile, Recipe
 from areal_lite.node import memory_bytes
 
@@ -35,10 +35,11 @@ def estimate(
     """
     config = load_config(recipe, overrides)
     if profile is not None:
+        from areal_lite.launch.clusters.fit import gpu_problems
         from areal_lite.launch.clusters.job import load_profile
 
-        found = load_profile(profile)
-        check_resources(config, num_cores=config.trainer.ranks, num_gpus=found.nodes * found.gpus_per_node)
+        for problem in gpu_problems(load_profile(profile), config, with_ranks=True):
+            raise ConfigError(problem)
     console = Console()
     figures = all_figures(config, gpu=gpu)
     if out is not None:

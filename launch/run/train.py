@@ -15,7 +15,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from areal_lite.config.checks import check_resources
+from areal_lite.config.checks import core_warning
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import BUILT_IN
@@ -84,7 +84,9 @@ def train(
         if config.run.preflight and len(ray.nodes()) > 1:
             check_cluster(config, model_folder=model_folder, console=console)
         places = stack.enter_context(places_for(config, logs=path / "logs", report=say))
-        _check_resources(config, console)
+        num_cores = int(ray.cluster_resources().get("CPU", os.cpu_count() or 1))
+        if warning := core_warning(config, num_cores=num_cores):
+            warn(f"warning: {warning}")
         # Until here nothing in the folder has changed.
         writer.settle()
         folder.guard = writer.check
@@ -165,10 +167,3 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
                 console.print(f"{title}: {done} of {total} steps, loss {loss:.3f}", highlight=False)
 
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
-
-
-def _check_resources(config: Config | OfflineConfig, console: Console) -> None:
-    resources = ray.cluster_resources()
-    num_cores, num_gpus = int(resources.get("CPU", os.cpu_count() or 1)), int(resources.get("GPU", 0))
-    if warning := check_resources(config, num_cores=num_cores, num_gpus=num_gpus):
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)

@@ -1,6 +1,5 @@
 """Recipes: what is shipped parses, and every mistake is one error that names field, value and remedy."""
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from areal_lite.config.checks import check_resources
+from areal_lite.config.checks import core_warning
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
 from areal_lite.config.reading import (
     override,
@@ -337,29 +336,10 @@ def test_any_text_can_be_an_override(text: str) -> None:
 def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None:
     """Seen failing with the warning among the errors, and with `>=`."""
     config = parse_any_config({"command": command, "trainer": {"ranks": 3}})
-    assert check_resources(config, num_cores=3, num_gpus=0) == ""
-    warning = check_resources(config, num_cores=2, num_gpus=0)
+    assert core_warning(config, num_cores=3) == ""
+    warning = core_warning(config, num_cores=2)
     assert "trainer.ranks=3 on 2 CPU cores" in warning
     assert "set 2 or fewer" in warning
-
-
-@pytest.mark.parametrize(
-    ("transport", "workers", "tensor_parallel", "ranks", "needed"),
-    [("nccl", 2, 1, 1, 3), ("nccl", 2, 2, 2, 6), ("ipc", 2, 1, 2, 2), ("ipc", 1, 1, 2, 2)],
-)
-def test_more_gpus_than_there_are_is_an_error(
-    transport: str, workers: int, tensor_parallel: int, ranks: int, needed: int
-) -> None:
-    """Over `ipc` both sides share GPUs. Seen failing without tensor_parallel, and with ipc counted as nccl."""
-    raw = copy.deepcopy(GPU) | {"weights": {"transport": transport}}
-    raw |= {"rollout": {"workers": workers, "tensor_parallel": tensor_parallel}, "trainer": {"ranks": ranks}}
-    config = parse_config(raw)
-    assert check_resources(config, num_cores=1, num_gpus=needed) == ""
-    if transport == "nccl":  # those of servers are elsewhere
-        served = {**raw["rollout"], "servers": [f"{SERVER}{index}" for index in range(workers)]}
-        assert check_resources(parse_config(raw | {"rollout": served}), num_cores=1, num_gpus=ranks) == ""
-    with pytest.raises(ConfigError, match=rf"needs {needed} GPUs \(.*\), got {needed - 1}: lower them"):
-        check_resources(config, num_cores=1, num_gpus=needed - 1)
 
 
 # --- check-config ---

@@ -121,4 +121,4 @@ def test_a_profile_must_have_enough_gpus(tmp_path: Path, capsys: pytest.CaptureF
     """Seen failing with the profile unread."""
     (tmp_path / "profile.yaml").write_text("nodes: 1\ngpus_per_node: 4\n")
     assert cli.main(["estimate", "gsm8k_1node", "--profile", str(tmp_path / "profile.yaml")]) == 1
-    assert "needs 8 GPUs" in capsys.readouterr().err
+    assert "must fit into nodes=1 x gpus_per_node=4" in capsys.readouterr().err
