@@ -146,8 +146,8 @@ class DataConfig(SourceConfig):
 
     @property
     def sources(self) -> Mapping[str, SourceConfig]:
-        """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
-        return self.mix or {self.source.rpartition(":")[2]: self}
+        """The sources by name, with which their prompts' ids begin: no slash; one alone is named after its kind."""
+        return self.mix or {Path(self.source).name.rpartition(":")[2]: self}
 
     @property
     def chosen_verifiers(self) -> set[str]:

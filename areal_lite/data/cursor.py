@@ -89,15 +89,8 @@ class PromptCursor:
         return self._prompt(*chosen)
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return the prompt of an id given out before, by this run or the one it continues; `DataError` for others."""
-        source, _, rest = prompt_id.partition("/")
-        epoch, _, index = rest.partition("/")
-        known = source == self._identity["source"] and epoch.isdecimal() and index.isdecimal()
-        if not known or int(index) >= len(self._prompts):
-            raise DataError(
-                f"a prompt id is {self._identity['source']}/<epoch>/<index below {len(self._prompts)}>, "
-                f"got {prompt_id!r}: it belongs to another data source"
-            )
+        """Return the prompt of an id given out before, by this run or the one it continues."""
+        _, epoch, index = prompt_id.split("/")
         return self._prompt(int(epoch), int(index))
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
@@ -177,12 +170,12 @@ class MixedCursor:
         return self._cursors[name].next()
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return the prompt of an id given out before, by this run or the one it continues; `DataError` for others."""
-        return self._find(prompt_id).get(prompt_id)
+        """Return the prompt of an id given out before, by this run or the one it continues."""
+        return self._source_of(prompt_id).get(prompt_id)
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Tell the prompt's source how a group of it was scored, 0..1."""
-        self._find(prompt_id).observe(prompt_id, pass_rate)
+        """Pass the result of one group, 0..1, to the prompt's source."""
+        self._source_of(prompt_id).observe(prompt_id, pass_rate)
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, as plain numbers, texts, lists and mappings."""
@@ -206,14 +199,8 @@ class MixedCursor:
                 raise CheckpointError(f"data.mix.{name}: {error}") from error
         self._num_given = {name: int(state["num_given"][name]) for name in self._cursors}
 
-    def _find(self, prompt_id: str) -> PromptCursor:
-        name = prompt_id.partition("/")[0]
-        if name not in self._cursors:
-            raise DataError(
-                f"a prompt id begins with the name of its source, one of {', '.join(self._cursors)}, got "
-                f"{prompt_id!r}: it belongs to another recipe"
-            )
-        return self._cursors[name]
+    def _source_of(self, prompt_id: str) -> PromptCursor:
+        return self._cursors[prompt_id.partition("/")[0]]
 
 
 Cursor = PromptCursor | MixedCursor

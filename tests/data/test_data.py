@@ -218,14 +218,6 @@ def test_get_finds_every_prompt_given_out():
 
 
 @pytest.mark.parametrize(
-    "prompt_id", ["eval/0/1", "train/0/5", "train/0/-1", "train/1", "train/x/1", "", "train/0/1/2"]
-)
-def test_get_refuses_ids_of_another_source(prompt_id):
-    with pytest.raises(DataError, match=r"train/<epoch>/<index below 5>"):
-        PromptCursor(make_prompts(5), source="train", seed=0).get(prompt_id)
-
-
-@pytest.mark.parametrize(
     ("other", "difference"),
     [
         (PromptCursor(make_prompts(5), source="train", seed=1), "seed was 1 and is 0"),
