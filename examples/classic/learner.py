@@ -108,15 +108,13 @@ def _flat(rows: list[tuple[Any, ...]]) -> Steps:
 
 def evaluate(choose: Callable[[np.ndarray], np.ndarray], *, episodes: int = 20, seed: int = 10_000) -> np.ndarray:
     """Return the returns [E] of fresh CartPole episodes; `choose` maps observations [E, 4] to actions [E]."""
-    envs = [gymnasium.make("CartPole-v1") for _ in range(episodes)]
-    observations = np.stack([env.reset(seed=seed + index)[0] for index, env in enumerate(envs)])
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=episodes, vectorization_mode="sync")
+    observations, _ = envs.reset(seed=seed)
     returns, alive = np.zeros(episodes), np.ones(episodes, dtype=bool)
-    while alive.any():
-        actions = choose(observations)
-        for index in np.flatnonzero(alive):
-            observations[index], reward, failed, late, _ = envs[index].step(int(actions[index]))
-            returns[index] += float(reward)
-            alive[index] = not (failed or late)
+    while alive.any():  # an environment that has ended starts over, which no longer counts
+        observations, rewards, failed, late, _ = envs.step(choose(observations).astype(int))
+        returns += rewards * alive
+        alive &= ~(failed | late)
     return returns
 
 
