@@ -1,9 +1,11 @@
 """Tasks of the recipe `smollm_cpu`: the largest of a few two-digit numbers."""
 
+import math
 import random
 from typing import Any
 
 from areal_lite.config.data import Split
+from areal_lite.errors import ConfigError
 
 _NUMBERS = range(10, 100)
 # The largest stands in the middle: after an example with it at the end the model only ever names the last number.
@@ -25,10 +27,18 @@ def largest(
         count: Numbers in a question, all different.
         seed: Of both splits.
 
+    Raises:
+        ConfigError: There are too few different questions.
+
     >>> row = largest("eval")[0]
     >>> row["question"][-1], row["answer"]
     ({'role': 'user', 'content': '59, 63, 15'}, '63')
     """
+    if (most := math.perm(len(_NUMBERS), count)) < eval_size + train_size:
+        raise ConfigError(
+            f"data.arguments must allow {eval_size} held-out questions and {train_size} others, got count={count}, of "
+            f"which there are {most}: raise count, or lower train_size or eval_size"
+        )
     rng, questions = random.Random(seed), dict[tuple[int, ...], None]()
     while len(questions) < eval_size + train_size:
         questions[tuple(rng.sample(_NUMBERS, count))] = None

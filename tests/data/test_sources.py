@@ -13,6 +13,7 @@ from source_builders import ROWS, load, load_one, recipe, source_of, write_jsonl
 
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.demonstrations import PRINTABLE
+from areal_lite.data.largest import largest
 from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
@@ -339,3 +340,11 @@ def test_a_chat_template_tells_the_model_of_tools(tmp_path: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(ConfigError, match=r"it leaves price out: describe them in data\.system"):
         load_sources(recipe(data=source), tokenizer, "train")
+
+
+def test_more_questions_than_there_are_is_an_error() -> None:
+    """There are 90 two-digit numbers, and 90 * 89 pairs. Seen failing: it drew forever."""
+    assert len(largest("train", count=2, train_size=8000, eval_size=10)) == 8000
+    for settings in ({"count": 1}, {"count": 2, "train_size": 8001, "eval_size": 10}):
+        with pytest.raises(ConfigError, match="raise count, or lower train_size"):
+            largest("train", **settings)
