@@ -19,12 +19,12 @@ CHAT = "prompt_messages"
 RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES, CHAT)
 """What a verify function is called with beside a row's columns."""
 
-_PATHS = {
+FILE_SOURCES = {
     "jsonl": "the path of a JSONL file",
     "parquet": "the path of a Parquet file",
     "dataset": "the path of a datasets folder, or a hub id",
 }
-"""What `path` is, of the kinds that have one."""
+"""Kinds that read rows from files, and what `path` is; the others make their tasks, and may show how they are done."""
 _ARITH = "arith"
 """The kind that makes its tasks, with a section of its own for how. Any other kind is the name of a function."""
 _PATH_KEYS = ("path", "eval_path")
@@ -105,17 +105,17 @@ class SourceConfig(RowsConfig):
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
-        if kind not in (*_PATHS, _ARITH) and any(name_problems("", kind, kind="source")):
-            known = [_ARITH, *_PATHS, *known_names("source")]
+        if kind not in (*FILE_SOURCES, _ARITH) and any(name_problems("", kind, kind="source")):
+            known = [_ARITH, *FILE_SOURCES, *known_names("source")]
             names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
             yield f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"
             return
-        if kind in _PATHS and self.path is None:
-            yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
-        if kind not in _PATHS:
+        if kind in FILE_SOURCES and self.path is None:
+            yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {FILE_SOURCES[kind]}"
+        if kind not in FILE_SOURCES:
             to_do = f"set {HERE}.source=jsonl (or parquet, or dataset), or leave it out"
             yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind == _ARITH else _PATH_KEYS, is_read, to_do=to_do)
-        if kind in (*_PATHS, _ARITH):
+        if kind in (*FILE_SOURCES, _ARITH):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
         if "{prompt}" not in self.template:
             yield f"{HERE}.template must contain {{prompt}}, got {self.template!r:.80}: add it where the prompt goes"

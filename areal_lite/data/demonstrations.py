@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal_lite.config.data import SourceConfig
+from areal_lite.config.data import FILE_SOURCES, SourceConfig
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.completions import Example
 from areal_lite.data.encode import Tokenizer, encode_texts
-from areal_lite.data.sources import FILE_SOURCES, load_tasks
+from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError
 

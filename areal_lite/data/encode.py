@@ -1,14 +1,13 @@
 """Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
-import contextlib
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from areal_lite.config.sections import ModelConfig
 from areal_lite.errors import ConfigError, DataError
+from areal_lite.record.run_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,14 +37,8 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     """Return the tokenizer of a model's folder, without `AutoTokenizer` where it can: that imports torch."""
     import transformers
 
-    settings: Any = None
-    with contextlib.suppress(OSError, ValueError):  # `AutoTokenizer` reports what is wrong
-        settings = json.loads((Path(folder) / "tokenizer_config.json").read_text())
-    if (
-        isinstance(settings, dict)
-        and settings.get("tokenizer_class") == "TokenizersBackend"
-        and "auto_map" not in settings
-    ):
+    settings = read_json(Path(folder) / "tokenizer_config.json")  # `AutoTokenizer` reports what is wrong with it
+    if settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings:
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -60,10 +53,7 @@ def decoder(tokenizer: Tokenizer, folder: str | Path, *, skip_special_tokens: bo
         folder: The model's.
         skip_special_tokens: Leave all of them out.
     """
-    settings: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        settings = json.loads((Path(folder) / "generation_config.json").read_text())
-    ends = settings.get("eos_token_id")
+    ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     left_out = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     left_out.update(ends if isinstance(ends, list) else [ends])
 

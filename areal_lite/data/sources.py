@@ -5,15 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.data import SourceConfig, Split
+from areal_lite.config.data import FILE_SOURCES, SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, PluginError
-
-FILE_SOURCES = ("jsonl", "parquet", "dataset")
-"""Kinds that read rows from files; the others make their tasks, and may show how they are done."""
 
 
 def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
