@@ -6,7 +6,7 @@ replay (steps in random order) and the frozen copy, renewed now and then. The wo
 parts.
 
 Source: arXiv 1312.5602 algorithm 1; Mnih et al. (2015) for the frozen copy; Sutton & Barto §16.5.
-Known answer: the optimal Q by value iteration. The greedy policy's exact value at the start is the optimum's, and Q is
+Known answer: the optimal Q by policy iteration. The greedy policy's exact value at the start is the optimum's, and Q is
 close in every cell.
 """
 
@@ -15,8 +15,8 @@ import torch
 from learner import begin, network
 from matplotlib.figure import Figure
 from plotting import command_line, curves, new_figure, value_map
+from policy_iteration import policy_iteration
 from torch import nn
-from value_iteration import value_iteration
 from worlds import MAZE, World, action_values, exact_values, grid_world, soft_greedy
 
 UPDATES, WALKERS, BATCH, RENEW, GAMMA, RATE = 4000, 16, 128, 50, 0.95, 2e-3
@@ -73,7 +73,7 @@ def main(seed: int = 0) -> Figure:
         loss.backward()
         optimiser.step()
     Q = q(inputs_SI).detach().numpy()
-    best_S, _ = value_iteration(world, gamma=GAMMA)
+    best_S = policy_iteration(world, gamma=GAMMA)[0][-1]
     best_SA, value_S = action_values(world, best_S, gamma=GAMMA), exact_values(world, soft_greedy(Q), gamma=GAMMA)
     error = abs(Q - best_SA)[~(world.walls_S | world.final_S)].mean()
     print(f"greedy policy: value of the start {value_S[world.start]:.4f} (optimum {best_S[world.start]:.4f}); ", end="")
