@@ -42,8 +42,7 @@ sys.stderr.write("".join(f"\\0{problem}" for problem in problems))
 
 
 def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str | None = None) -> None:
-    """Raise a `ConfigError`, a line (key, what is wrong, remedy) for each function that is missing or takes no such
-    arguments.
+    """Raise a `ConfigError` for functions that are missing or refuse their arguments: a line (key, fault, remedy) each.
 
     Args:
         config: The recipe.
