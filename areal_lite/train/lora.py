@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.pytorch_utils import Conv1D
 
 from areal_lite.config.sections import LoraConfig
@@ -39,33 +38,19 @@ def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dt
             parameter.data = parameter.data.to(base_dtype)
 
 
-def empty_model(folder: Path | None) -> Any:
-    """Make a model without storage; without a folder, one of the built-in model's layers."""
-    architecture: Any = Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture)
-
-
-def linear_layers(folder: Path | None) -> list[str]:
-    """Return the names of a model's linear layers but the output one; without a folder, of the built-in model's."""
-    model = empty_model(folder)
-    output = model.get_output_embeddings()
-    layers = model.named_modules()
-    return [name for name, layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer != output]
-
-
-def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
-    """Check that every target is a linear layer of a model; without a folder, of the built-in one.
+def check_targets(settings: LoraConfig, model: Any) -> None:
+    """Check that every target is a linear layer of a model, which may be empty, but not its output layer.
 
     Raises:
         ConfigError: There is no such layer.
     """
-    if settings is None or not settings.targets:
-        return
-    layers = linear_layers(folder)
-    known = sorted({name.rpartition(".")[2] for name in layers})
+    output = model.get_output_embeddings()
+    linear = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer != output
+    ]
+    known = sorted({name.rpartition(".")[2] for name in linear})
     for target in settings.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
             raise ConfigError(
                 f"trainer.lora.targets must name linear layers of the model, {', '.join(known)}, got {target!r}"
                 f"{suggestion(target, known) or '.'} Fix: correct it, or leave targets out for all of them"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
@@ -24,7 +23,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.train.chunked_logits import CHUNK_ELEMENTS
 from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import add_adapters
-from areal_lite.train.model import decoder_layers
+from areal_lite.train.model import decoder_layers, empty_model
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
 
@@ -128,13 +127,13 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         ConfigError: Its experts cannot be spread over `trainer.mesh.expert` ranks.
     """
     trainer, objective, itemsize = config.trainer, config.objective, itemsize_of(config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(architecture)
+    model = empty_model(architecture)
     if trainer.mesh.expert > 1:
         layers_of_experts(model, trainer.mesh.expert)
     numbers, has_query_norm = num_parameters(model), any(".q_norm." in name for name, _ in model.named_parameters())
     num_layers = architecture.num_hidden_layers
-    layer = _numbers_in_layers(model) // num_layers
+    in_layers = sum(weight.numel() for one in decoder_layers(model) for weight in one.parameters())
+    layer = in_layers // num_layers
     outer = numbers["all"] - layer * num_layers
     ranks, tensor = trainer.ranks / trainer.mesh.replicate, trainer.mesh.tensor
     elsewhere = numbers["experts"] * (1 - 1 / trainer.mesh.expert)  # those that a rank never has
@@ -162,8 +161,7 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
     if objective.kl != "none" and (trainer.lora is None or objective.reference_path is not None):
         reference = model
         if objective.reference_path is not None:
-            with torch.device("meta"):
-                reference = AutoModelForCausalLM.from_config(architecture_of(config, of_reference=True))
+            reference = empty_model(architecture_of(config, of_reference=True))
         parts["reference model"] = itemsize * num_parameters(reference)["all"] / ranks
     if objective.baseline == "critic":
         parts["critic"] = 12 * numbers["all"] / ranks  # float32 weights and two moments; its gradients come later
@@ -182,10 +180,6 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         parts=parts,
         host=host,
     )
-
-
-def _numbers_in_layers(model: nn.Module) -> int:
-    return sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
 
 
 def _activation_parts(

@@ -39,15 +39,14 @@ from areal_lite.train.tensor_parallel import split_layers
 Recipe = Config | OfflineConfig
 
 
-def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, trained: bool = True) -> nn.Module:
+def load_model(folder: str, config: Recipe, *, trained: bool = True) -> nn.Module:
     """Load a causal language model spread over the ranks, each of which reads its own part; collective.
 
     Args:
         config: The recipe: `run.device`, `model.compute_dtype`, `trainer`.
-        lora: The adapters to train instead of its weights, which are then in the compute dtype; None = none. With
-            adapters each rank reads the whole model into the host's memory.
-        trained: With float32 master weights; otherwise in the compute dtype alone, without gradients. The outputs are
-            the same.
+        trained: With float32 master weights, or with the adapters of `trainer.lora`, for which each rank reads the
+            whole model into the host's memory; otherwise in the compute dtype alone, without gradients and adapters.
+            The outputs are the same.
 
     Raises:
         CheckpointError: The folder lacks weights of the model, or has others.
@@ -55,7 +54,7 @@ def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, t
             sdpa`, and the model caps its attention logits.
     """
     dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
-    model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=lora)
+    model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=config.trainer.lora if trained else None)
     if config.trainer.packing:
         _check_packing(model, torch.device(config.run.device), getattr(torch, config.compute_dtype))
     return model if trained else model.requires_grad_(False)
@@ -120,8 +119,7 @@ def _load(
     def shard_empty(model: Any, *_: object) -> nn.Module:
         return shard(model) if lora is None and _reads_in_parts(model, num_parts) else model
 
-    with torch.device("meta"):
-        model_class: Any = type(kind.from_config(architecture))
+    model_class: Any = type(empty_model(architecture, kind))
     # transformers calls this between building a model without storage and reading its weights, and then reads only what
     # the sharded parameters hold. Its own sharding knows fewer architectures and one precision.
     sharding = {"maybe_distribute_model": staticmethod(shard_empty), "__module__": model_class.__module__}
@@ -143,17 +141,22 @@ def _load(
         add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
     if not isinstance(model, FSDPModule):
         model = shard(model)
-    for module in model.modules():
-        # A head may have a rate that its config does not name.
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
     loaded: nn.Module = model.to("cpu" if config.trainer.offload else device).train()
     for module in loaded.modules():
+        # A head may have a rate that its config does not name.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     return loaded
+
+
+def empty_model(architecture: Any, kind: Any = AutoModelForCausalLM) -> Any:
+    """Make a model without storage, of a transformers config and class."""
+    with torch.device("meta"):
+        return kind.from_config(architecture)
 
 
 def _reads_in_parts(model: nn.Module, num_parts: int) -> bool:

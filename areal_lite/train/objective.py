@@ -215,19 +215,19 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     name = objective.loss_function or "policy"
     function = find_function(name, kind="loss function")
     parameters = signature(function).parameters.values()
+    _, *offered = signature(policy_loss).parameters
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    settings = {key: getattr(objective, key) for key in LossConfig.model_fields if takes_all or key in names}
-    unread = [key for key in LossConfig.model_fields if key not in settings]
+    names = set(offered) if takes_all else {parameter.name for parameter in parameters}
+    settings = {key: getattr(objective, key) for key in LossConfig.model_fields if key in names}
+    unread = [key for key in LossConfig.model_fields if key not in names]
     to_do = "take it as a keyword of the function, or leave it out"
     because = f"by objective.loss_function={name}"
     is_saved = objective.model_fields_set == ObjectiveConfig.model_fields.keys()  # which names every setting
     made = () if is_saved else objective.model_fields_set
     if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do, made=made)):
         raise PluginError("\n".join(problems))
-    _, *offered = signature(policy_loss).parameters
     try:
-        signature(function).bind(None, **{key: None for key in offered if takes_all or key in names})
+        signature(function).bind(None, **{key: None for key in offered if key in names})
     except TypeError as error:
         raise PluginError(
             f"objective.loss_function={name} must take current_logprobs_T first, then keywords that a loss may get: "
@@ -235,7 +235,7 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
         ) from None
 
     def policy_term(current_logprobs_T: Tensor, **known: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen = {key: value for key, value in known.items() if takes_all or key in names}
+        chosen = {key: value for key, value in known.items() if key in names}
         result = function(current_logprobs_T, **chosen, **settings)
         loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or not isinstance(sums, dict) or loss.shape or not loss.is_floating_point():

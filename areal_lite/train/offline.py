@@ -83,7 +83,7 @@ class OfflineTrainer:
             padding = _padding(tokenizer)
             model = load_reward_model(model_folder, config, pad_token_id=padding)
         else:
-            model = load_model(model_folder, config, lora=config.trainer.lora)
+            model = load_model(model_folder, config)
         if (folder := config.preference.reference_path) is not None:
             reference = load_model(folder, config, trained=False)
         return cls(config, model, data, reference=reference, model_folder=model_folder, padding=padding, rank=rank)

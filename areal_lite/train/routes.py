@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, Qwen3Config
 from transformers.utils.output_capturing import OutputRecorder
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, TrainerError
 from areal_lite.train.expert_parallel import layers_of_experts
-from areal_lite.train.lora import check_targets, empty_model
+from areal_lite.train.lora import check_targets
+from areal_lite.train.model import empty_model
 
 
 def replay_routes(model: nn.Module) -> None:
@@ -90,13 +92,12 @@ def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
         ConfigError: A target of `trainer.lora` is none of its layers, its experts cannot be spread over
             `trainer.mesh.expert` ranks, or there is no router to replay.
     """
-    check_targets(config.trainer.lora, folder)
+    model = empty_model(Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder))
+    if config.trainer.lora is not None:
+        check_targets(config.trainer.lora, model)
     if (expert := config.trainer.mesh.expert) > 1:
-        layers_of_experts(empty_model(folder), expert)
-    if not isinstance(config, Config) or not config.rollout.replay_routes:
-        return
-    model = empty_model(folder)
-    if not routers_of(model):
+        layers_of_experts(model, expert)
+    if isinstance(config, Config) and config.rollout.replay_routes and not routers_of(model):
         raise ConfigError(
             "rollout.replay_routes needs a mixture of experts with routers that transformers can record, such as "
             f"Qwen3-MoE, got {type(model).__name__}. Fix: set it to false"

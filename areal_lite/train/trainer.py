@@ -48,8 +48,7 @@ class Trainer:
         self._config, self._rank, self._model_folder = config, rank, model_folder
         self._device = torch.device(config.run.device)
         self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
-        lora = config.trainer.lora
-        self.model = load_model(model_folder, config, lora=lora)
+        self.model = load_model(model_folder, config)
         """The transformers model; its parameters are DTensors where FSDP2 shards it."""
         if config.rollout.replay_routes:
             replay_routes(self.model)
@@ -57,7 +56,9 @@ class Trainer:
         self.reference: nn.Module | None = None
         if objective.kl != "none":
             self.reference = self.model
-            if lora is None or objective.reference_path is not None:  # else the model with its adapters off
+            if (
+                config.trainer.lora is None or objective.reference_path is not None
+            ):  # else the model with its adapters off
                 folder = objective.reference_path or model_folder
                 self.reference = load_model(folder, config, trained=False)
         self.critic: Learner | None = None

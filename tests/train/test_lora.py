@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.gathers import whole_parameters
-from areal_lite.train.lora import add_adapters, check_targets, model_parameters
+from areal_lite.train.lora import add_adapters, model_parameters
+from areal_lite.train.routes import check_layers
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Shard
 from areal_lite.weights.publisher import CastSource
@@ -152,8 +153,12 @@ def test_what_two_ranks_export_and_send_is_what_they_trained(
 
 def test_targets_must_be_linear_layers_of_the_model(model_folder: str) -> None:
     """Seen failing with every module's name taken for a layer's."""
-    check_targets(LoraConfig(targets=("q_proj", "mlp.up_proj")), Path(model_folder))
-    check_targets(LoraConfig(targets=("o_proj",)), None)
+
+    def check(*targets: str, folder: Path | None = Path(model_folder)) -> None:
+        check_layers(make_config(trainer={"lora": {"targets": targets}}), folder)
+
+    check("q_proj", "mlp.up_proj")
+    check("o_proj", folder=None)
     for wrong in ("mlp", "lm_head", "query", "proj"):
         with pytest.raises(ConfigError, match=rf"down_proj, gate_proj, k_proj, .* got '{wrong}'"):
-            check_targets(LoraConfig(targets=(wrong,)), Path(model_folder))
+            check(wrong)
