@@ -132,12 +132,15 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     raw[last] = value
 
 
-def parse_section(raw: Mapping[str, Any], kind: type[Recipe]) -> Recipe:
-    """Turn a nested mapping into a checked recipe; a `ConfigError` has one line per problem."""
+def parse_section(raw: Mapping[str, Any], kind: type[Recipe], *, prefix: str = "") -> Recipe:
+    """Turn a nested mapping into a checked recipe, or a section of one; a `ConfigError` has one line per problem.
+
+    `prefix` is the section's place, with a dot.
+    """
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(explained(error, kind))) from None
+        raise ConfigError("\n".join(explained(error, kind, prefix=prefix))) from None
 
 
 def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = "") -> Iterable[str]:

@@ -23,7 +23,20 @@ FIGURES = "figures.json"
 """What a part has reported, in its folder."""
 
 
-class Part(Section):
+class _Settings(Section):
+    """What the table says of all parts, and of a part alone."""
+
+    limit_s: dict[str, float] = Field({})
+    """by device, after which a part is killed"""
+    environment: dict[str, str] = Field({})
+    settings: dict[str, Any] = Field({})
+    cpu: dict[str, Any] = Field({})
+    """settings on a CPU alone"""
+    cuda: dict[str, Any] = Field({})
+    """settings on GPUs alone"""
+
+
+class Part(_Settings):
     """What the table says of a part."""
 
     shows: str
@@ -31,20 +44,12 @@ class Part(Section):
     """`module:function`, which gets a `Job`"""
     planned_s: dict[str, float]
     """by device; a part for which less is left is skipped"""
-    limit_s: dict[str, float] = Field({})
-    """by device, after which it is killed; the table's default where it is missing"""
     gpus: int = 1
     """that it needs"""
     on_cpu: bool = True
     """whether a rehearsal can run it"""
-    environment: dict[str, str] = Field({})
     model: Literal["builtin", "random", "given"] = "builtin"
     """built in; of a known shape with random weights; or that of --model"""
-    settings: dict[str, Any] = Field({})
-    cpu: dict[str, Any] = Field({})
-    """settings on a CPU alone"""
-    cuda: dict[str, Any] = Field({})
-    """settings on GPUs alone"""
     runs: dict[str, dict[str, Any]] = Field({"run": {}})
     """of the whole loop, in one Ray session: name -> settings"""
     like: str | None = None
@@ -53,15 +58,10 @@ class Part(Section):
     """templates of what the page says of its figures"""
 
 
-class Table(Section):
+class Table(_Settings):
     """The whole file."""
 
     recipe: str
-    environment: dict[str, str]
-    limit_s: dict[str, float]
-    settings: dict[str, Any]
-    cpu: dict[str, Any]
-    cuda: dict[str, Any]
     run_says: list[str]
     """templates of what the page says of each run"""
     parts: dict[str, Part]

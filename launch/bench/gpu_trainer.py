@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,9 @@ _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 _ROUNDED = 0.05
 """By which attention's results may differ: two roundings of bfloat16 numbers below 8."""
 _GIB = 2**30
+
+Way = Callable[[], Tensor]
+"""To compute something from tensors that it knows."""
 
 
 # ---------------------------------------------------------------- machine
@@ -94,20 +97,35 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@contextmanager
-def _peak(device: str) -> Iterator[dict[str, float | None]]:
-    """Yield what holds, behind the block, the most GiB that tensors took of the GPU in it."""
-    found: dict[str, float | None] = {"peak_gib": None}
-    if device == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield found
-    if device == "cuda":
-        found |= {
-            "peak_gib": torch.cuda.max_memory_allocated() / _GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / _GIB,
-        }
+def _measured(work: Callable[[], object], *, device: str) -> dict[str, Any]:
+    """Return the `seconds` of something, and the most GiB that tensors took of the GPU meanwhile."""
+    if device != "cuda":
+        return {"seconds": seconds(work, device=device), "peak_gib": None}
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "seconds": seconds(work, device=device),
+        "peak_gib": torch.cuda.max_memory_allocated() / _GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / _GIB,
+    }
+
+
+def _compare(job: Job, ways: Mapping[str, Way], *, inputs: Sequence[Tensor]) -> dict[str, float]:
+    """Report what each way to compute the same takes, forward and backward; return its difference from the first."""
+
+    def both_ways(way: Way) -> None:
+        torch.autograd.grad(way().sum(), inputs)
+
+    results: list[Tensor] = []
+    differences = {}
+    for name, way in ways.items():
+        figures = _measured(partial(both_ways, way), device=job.device)
+        with torch.no_grad():
+            results.append(way().float())
+        differences[name] = float((results[-1] - results[0]).abs().max())
+        job.report(**{name: {**figures, "difference": differences[name]}})
+    return differences
 
 
 # ---------------------------------------------------------------- a trainer step
@@ -157,9 +175,9 @@ def step(job: Job) -> None:
             shard = _full_rows(config)
             tokens = sum(len(row.prompt_token_ids) + row.sample.num_tokens for row in shard.rows)
             train = partial(_train, trainer, shard)
-            with _peak(job.device) as peak:
-                step_s = seconds(train, device=job.device)
-            figures = {"step_s": step_s, "tokens_per_s": tokens / step_s, "tokens": tokens, **peak}
+            figures = _measured(train, device=job.device)
+            step_s = figures.pop("seconds")
+            figures |= {"step_s": step_s, "tokens_per_s": tokens / step_s, "tokens": tokens}
             figures |= _beside_the_estimate(config, tokens / step_s, kept=configs["kept"], device=job.device)
             job.report(**{kind: figures})
         job.report(profile=profiled(train, device=job.device))  # last: it is what a machine may not allow
@@ -283,22 +301,10 @@ def logprobs(job: Job) -> None:
         entropies_T = -(logprobs_TV.detach().exp() * logprobs_TV.detach()).sum(dim=-1)
         return torch.stack([logprobs_TV.gather(1, ids_T.unsqueeze(1)).squeeze(1), entropies_T], dim=1)
 
-    def both_ways(way: Callable[[], Tensor]) -> None:
-        hidden_TH.grad = weight_VH.grad = None
-        way()[:, 0].sum().backward()  # type: ignore[no-untyped-call]
-
     shipped = CHUNK_ELEMENTS * num_tokens * vocabulary // (8192 * 151_936)  # as many pieces on a CPU
-    ways: dict[str, Callable[[], Tensor]]
-    ways = {"whole": whole, "pieces": partial(in_pieces, shipped), "large_pieces": partial(in_pieces, 8 * shipped)}
-    ways["fused"] = fused
-    with torch.no_grad():
-        expected_T2 = whole()
-    for name, way in ways.items():
-        with _peak(job.device) as peak:
-            took_s = seconds(partial(both_ways, way), device=job.device)
-        with torch.no_grad():
-            difference = float((way() - expected_T2).abs().max())
-        job.report(**{name: {"seconds": took_s, "difference": difference, **peak}})
+    pieces, large_pieces = partial(in_pieces, shipped), partial(in_pieces, 8 * shipped)
+    ways: dict[str, Way] = {"whole": whole, "pieces": pieces, "large_pieces": large_pieces, "fused": fused}
+    _compare(job, ways, inputs=[hidden_TH, weight_VH])  # entropies have no gradient
 
 
 # ---------------------------------------------------------------- attention
@@ -330,16 +336,8 @@ def varlen(job: Job) -> None:
         found = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)  # type: ignore[misc]
         return torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
 
-    def both_ways(way: Callable[[], Tensor]) -> None:
-        way().sum().backward()  # type: ignore[no-untyped-call]
-
-    found = {}
-    for name, way in {"padded": padded, "packed": packed}.items():
-        with _peak(job.device) as peak:
-            took_s = seconds(partial(both_ways, way), device=job.device)
-        found[name] = way().detach().float()
-        job.report(**{name: {"seconds": took_s, **peak}})
-    difference = float((found["packed"] - found["padded"]).abs().max())
+    ways = {"padded": padded, "packed": packed}
+    difference = _compare(job, ways, inputs=[query, key, value])["packed"]
     job.report(difference=difference, tokens=sum(lengths), padded_tokens=len(lengths) * longest)
     if not difference <= _ROUNDED:
         job.report(problems=[f"packed and padded attention must agree within {_ROUNDED}, got {difference:.2g}"])

@@ -81,7 +81,6 @@ class Attempts:
 
     def save(self, job: Job) -> None:
         """Write it, whole or not at all."""
-        job.files.mkdir(parents=True, exist_ok=True)
         write_whole(job.files / "attempts.json", json.dumps(asdict(self), indent=2) + "\n")
 
     def status(self) -> Status:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from areal_lite.config.plugins import find_function, known_names
-from areal_lite.config.reading import explained, parse_override, parse_section, read_yaml
+from areal_lite.config.reading import parse_override, parse_section, read_yaml
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
@@ -73,11 +73,6 @@ class Job(Section):
     def env_file(self) -> Path | None:
         """Shell script that sets the profile's `env`, for its owner alone; None where there is nothing to set."""
         return None if find_kind(self.kind).sets_env or not self.profile.env else self.files / "env.sh"
-
-    @property
-    def env_script(self) -> str:
-        """Content of `env_file`."""
-        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.profile.env.items())
 
     @property
     def run_folder(self) -> Path | None:
@@ -159,7 +154,11 @@ class Kind(ABC):
 
     def secrets(self, job: Job) -> Mapping[str, str]:
         """Return files with the values of `env`, by name: written with mode 0600, never printed."""
-        return {job.env_file.name: job.env_script} if job.env_file else {}
+        if job.env_file is None:
+            return {}
+        # A job that is shipped finds it where it will be in its folder there.
+        name = job.env_file.relative_to(job.folder) if job.ships else job.env_file.name
+        return {str(name): "".join(f"export {key}={shlex.quote(value)}\n" for key, value in job.profile.env.items())}
 
     def check(self, job: Job) -> Sequence[str]:
         """Return a sentence per problem with the job's settings for this kind; no cluster needed."""
@@ -245,10 +244,7 @@ def section_of(name: str) -> str:
 def own_settings(profile: Profile, name: str, kind: Kind) -> Any:
     """Return the section of a kind in a profile, checked; a `ConfigError` where it is wrong."""
     section = section_of(name)
-    try:
-        return kind.Settings.model_validate(profile.sections.get(section, {}))
-    except ValidationError as error:
-        raise ConfigError("\n".join(explained(error, kind.Settings, prefix=f"{section}."))) from None
+    return parse_section(profile.sections.get(section, {}), kind.Settings, prefix=f"{section}.")
 
 
 def load_profile(path: str | None, *, kind: str = "local") -> Profile:

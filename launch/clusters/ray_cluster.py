@@ -53,12 +53,6 @@ class RayCluster(Supervised):
         request = {"entrypoint": "bash ./start.sh", "submission_id": job.name, "runtime_env": {"env_vars": env}}
         return {"job.json": json.dumps(request, indent=2) + "\n", **shipped(job, ".")[1]}
 
-    def secrets(self, job: Job) -> Mapping[str, str]:
-        """Return the values of `env`, where a Ray job finds them: in the folder that is shipped."""
-        if not (job.ships and job.env_file):
-            return super().secrets(job)
-        return {str(job.env_file.relative_to(job.folder)): job.env_script}
-
     def check(self, job: Job) -> Sequence[str]:
         """Check that a cluster is named; it is not asked."""
         ray = self.settings(job)

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -42,7 +41,6 @@ class RayNodes:
         """Start nothing yet: `form` does."""
         self._job, self._shells, self._logs = job, shells, logs
         self.processes: dict[str, Remote] = {}
-        self._starts: dict[str, Callable[[], Remote]] = {}
         self._driver: Remote | None = None
         self.env: dict[str, str] = {}
         """What a process needs to join the cluster."""
@@ -68,8 +66,7 @@ class RayNodes:
                 ports = self._ports(len(self.processes))
                 text = start_script(self._job, ports=ports, head=address, peer=peer, env=env)
                 log = self._logs / f"{node}-ray.log"
-                self._starts[node] = partial(Remote, self._job, self._shells[node], text, log=log)
-                self.processes[node] = self._starts[node]()
+                self.processes[node] = Remote(self._job, self._shells[node], text, log=log)
             self._wait(nodes, deadline, should_stop)
             if should_stop():
                 return
@@ -127,7 +124,8 @@ class RayNodes:
         if node not in tried:
             print(f"areal-lite launch: {node} is out of reach ({process.last_lines()}); retrying", flush=True)
         if now > tried.get(node, 0.0) + _RETRY_S:
-            tried[node], self.processes[node] = now, self._starts[node]()
+            tried[node] = now
+            process.start()
 
     def _too_late(self, late: list[str]) -> StallError:
         def state(process: Remote) -> str:

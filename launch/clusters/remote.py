@@ -60,16 +60,19 @@ class Remote:
 
     def __init__(self, job: Job, shell: Sequence[str], text: str, *, log: Path) -> None:
         """Start it; its output goes into `log`, which is named NODE-driver.log or NODE-ray.log."""
-        self._job, self._shell, self.log = job, shell, log
+        self._job, self._shell, self._text, self.log = job, shell, text, log
+        self.start()
+
+    def start(self) -> None:
+        """Start it again, once its shell has ended."""
         # A batch system signals all processes; this one must outlive that, until the run has saved.
-        with log.open("ab") as output, notices_held_back():
+        with self.log.open("ab") as output, notices_held_back():
             # A session of its own: Ctrl-C in a terminal is for the supervisor alone.
-            self._process = subprocess.Popen(
-                [*shell, "bash", "-s"], stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
-            )
+            own: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
+            self._process = subprocess.Popen([*self._shell, "bash", "-s"], stdin=subprocess.PIPE, **own)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the shell ended at once: see `code` and the log
-            self._process.stdin.write(text.encode())
+            self._process.stdin.write(self._text.encode())
             self._process.stdin.close()
 
     @property
