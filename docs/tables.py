@@ -394,8 +394,8 @@ def memory(content: Row) -> str:
     """Return the table of `areal-lite estimate`."""
     rows = [
         {
-            **now, "full": peak_gib(now), "lora": peak_gib(now["lora"]),
-            "offload": peak_gib(now["offload"]), "host": now["offload"]["trainer rank"][HOST],
+            **now, "full": peak_gib(now["trainer rank"]), "lora": peak_gib(now["lora"]["trainer rank"]),
+            "offload": peak_gib(now["offload"]["trainer rank"]), "host": now["offload"]["trainer rank"][HOST],
             "kept": now["trainer rank"]["activations kept by layers"], "other": now["trainer rank"]["activations"],
         }
         for now in content["now"]

@@ -74,8 +74,7 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
             + suggestion(recipe, shipped_recipes())
         )
     raw = read_yaml(path, holding="sections (run, model, data, ...)")
-    for override in overrides:
-        set_value(raw, *parse_override(override))
+    apply_overrides(raw, overrides)
     meant = str(raw.setdefault("command", "train")).replace("-", "_")
     if meant not in COMMANDS:
         raise ConfigError(f"command must be one of {', '.join(COMMANDS)}, got {raw['command']!r} in {recipe}")
@@ -130,6 +129,12 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"'{key}={value}' reaches into {parent!r}, which is a value, not a section")
         raw = raw[parent]
     raw[last] = value
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply `section.field=value` to an unchecked recipe, as typed; a `ConfigError` for one of another form."""
+    for override in overrides:
+        set_value(raw, *parse_override(override))
 
 
 def parse_section(raw: Mapping[str, Any], kind: type[Recipe], *, prefix: str = "") -> Recipe:

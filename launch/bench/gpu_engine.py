@@ -20,10 +20,8 @@ import psutil
 from areal_lite.config.recipe import PARITY_LIMITS, PARITY_P99, Config
 from areal_lite.errors import TrainerError
 from areal_lite.launch.bench.gpu_part import Job, read_figures
-from areal_lite.launch.bench.harness import CONSOLE, training
+from areal_lite.launch.bench.harness import training
 from areal_lite.launch.run import online
-from areal_lite.launch.run.ray_session import ray_session
-from areal_lite.launch.run.train import train
 from areal_lite.record.run_files import read_rows, read_summary
 from areal_lite.weights.handover import hand_over
 
@@ -71,9 +69,8 @@ def large(job: Job) -> None:
         job.report(handover_gb=size_gb, handover_gb_s=size_gb / figures["publish_s"], copy=copy)
         os._exit(0)  # those who are left are ended with this part
 
-    run = config.run.model_copy(update={"dir": str(folder)})
-    with ray_session():
-        train(config.model_copy(update={"run": run}), recipe_name="large", console=CONSOLE, on_step=leave)
+    with training() as train_one:
+        train_one(config, dir=str(folder), on_step=leave)
     raise TrainerError(f"the run must reach step {config.run.steps - 1}, it ended before")
 
 

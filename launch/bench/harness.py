@@ -22,6 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from areal_lite.api import OnStep
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.node import package_versions, processor, source_hash
@@ -199,16 +200,19 @@ def run_to_the_end(
 
 @contextmanager
 def training() -> Iterator[Callable[..., object]]:
-    """Yield a function that trains a recipe, with changes of `run`; Ctrl-C saves and raises `KeyboardInterrupt`."""
+    """Yield a function that trains a recipe, with changes of `run`; Ctrl-C saves and raises `KeyboardInterrupt`.
+
+    It also takes `on_step`, which gets the row of each step.
+    """
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.ray_session import ray_session
     from areal_lite.launch.run.train import train
 
-    def train_one(config: Config, **changes: Any) -> object:
+    def train_one(config: Config, *, on_step: OnStep | None = None, **changes: Any) -> object:
         # No report of each of many short runs.
         run = config.run.model_copy(update={"report": False, **changes})
         try:
-            return train(config.model_copy(update={"run": run}), recipe_name="bench", console=CONSOLE)
+            return train(config.model_copy(update={"run": run}), recipe_name="bench", console=CONSOLE, on_step=on_step)
         except Interrupted as stop:
             raise KeyboardInterrupt from stop
 

@@ -15,6 +15,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Gpu, Json, Overrides, ProfileFile, Recipe
 from areal_lite.node import memory_bytes
 
+PLACES = ("trainer rank", "engine", "other processes")
+"""What takes memory; other processes than ranks and engines count where all share one machine's."""
 APART = "transfers (apart)"
 HOST = "in the host's memory (apart)"
 FULL = 0.95
@@ -73,15 +75,16 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     size = memory.rank_size(architecture, config)
     engine = memory.engine_parts(architecture, size, config, gib=card["gib"])
     token = memory.kv_bytes_per_token(architecture, config)
-    offloaded = {HOST: size.host} if config.trainer.offload else {}
-    more = memory.cpu_parts(size, config) if is_cpu else {}
-    place = {"gpu": "this machine", "gib": memory_bytes() / 2**30} if is_cpu else {"gpu": gpu, "gib": card["gib"]}
-    apart = {APART: memory.handover_bytes(size, config)} | offloaded
+    apart = {APART: memory.handover_bytes(size, config)}
+    apart |= {HOST: size.host} if config.trainer.offload else {}
+    places = {"trainer rank": {**size.parts, **apart}, "engine": engine}
+    if is_cpu:
+        for place, parts in memory.cpu_parts(size, config).items():
+            places[place] = parts | places.get(place, {})
     return {
-        "model": config.model.path, "parameters": size.num_parameters, **place,
-        "trainer rank": in_gib({**more.get("trainer rank", {}), **size.parts, **apart}),
-        "engine": in_gib({**more.get("engine", {}), **engine}),
-        **({"other processes": in_gib(more["other processes"])} if is_cpu else {}),
+        "model": config.model.path, "parameters": size.num_parameters,
+        "gpu": "this machine" if is_cpu else gpu, "gib": memory_bytes() / 2**30 if is_cpu else card["gib"],
+        **{place: in_gib(parts) for place, parts in places.items()},
         "kv_tokens": max(0, int(engine["KV cache"] / token)),
         "tokens_per_s": {
             "trainer": memory.trainer_tokens_per_s(architecture, size, config, tflops=card["tflops"]),
@@ -95,16 +98,16 @@ def in_gib(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: value / 2**30 for name, value in parts.items()}
 
 
-def peak_gib(figures: Mapping[str, Any]) -> float:
-    """Return a trainer rank's GiB at the peak of an update; transfers happen when activations are free."""
-    return float(sum(value for name, value in figures["trainer rank"].items() if name not in (APART, HOST)))
+def peak_gib(parts: Mapping[str, float]) -> float:
+    """Return the GiB of a place at its peak; a rank's transfers happen when its activations are free."""
+    return float(sum(value for name, value in parts.items() if name not in (APART, HOST)))
 
 
 def need_gib(config: Config, figures: Mapping[str, Any]) -> float:
     """Return the GiB of all processes of a run on one machine without GPUs, each at its peak."""
-    rank, engine, others = peak_gib(figures), sum(figures["engine"].values()), sum(figures["other processes"].values())
+    rank, engine, others = (peak_gib(figures[place]) for place in PLACES)
     num_engines = 0 if config.rollout.servers else config.rollout.workers
-    return float(config.trainer.ranks * rank + num_engines * engine + others)
+    return config.trainer.ranks * rank + num_engines * engine + others
 
 
 def need_in_words(config: Config, figures: Mapping[str, Any]) -> str:
@@ -129,16 +132,12 @@ def memory_table(figures: Mapping[str, Any]) -> Table:
         "GiB", box=None, pad_edge=False, header_style="bold", title_justify="left",
         title=f"{figures['model']}: {figures['parameters'] / 1e9:,.3g} billion parameters",
     )  # fmt: skip
-    rank, engine = figures["trainer rank"], figures["engine"]
-    others = figures.get("other processes", {})
-    columns = {"trainer rank": rank, "engine" if others else "engine, each GPU": engine}
-    columns |= {"other processes": others} if others else {}
-    for place in columns:
-        table.add_column(place, justify="right")
-    for name in dict.fromkeys(name for parts in columns.values() for name in parts):
-        table.add_row(name, *(f"{parts[name]:.2f}" if name in parts else "" for parts in columns.values()))
-    sums = (peak_gib(figures), *(sum(parts.values()) for parts in (engine, others) if parts))
-    table.add_row("at the peak", *(f"{total:.2f}" for total in sums), style="bold")
+    columns = [figures[place] for place in PLACES if place in figures]
+    for title in PLACES if len(columns) == len(PLACES) else ("trainer rank", "engine, each GPU"):
+        table.add_column(title, justify="right")
+    for name in dict.fromkeys(name for parts in columns for name in parts):
+        table.add_row(name, *(f"{parts[name]:.2f}" if name in parts else "" for parts in columns))
+    table.add_row("at the peak", *(f"{peak_gib(parts):.2f}" for parts in columns), style="bold")
     return table
 
 
@@ -150,7 +149,7 @@ def find_problems(config: Config, figures: Mapping[str, Any]) -> Iterator[str]:
         return
     rollout, context, engine = config.rollout, config.model.max_context, figures["engine"]
     taken = rollout.gpu_memory_fraction * figures["gib"] if config.weights.transport == "ipc" else 0.0
-    limit, peak = FULL * figures["gib"] - taken, peak_gib(figures)
+    limit, peak = FULL * figures["gib"] - taken, peak_gib(figures["trainer rank"])
     if peak > limit:
         to_do = _shrink_rank(config, figures["trainer rank"], peak=peak, limit=limit)
         yield f"A trainer rank does not fit: it needs {peak:.1f} of {limit:.1f} GiB on {figures['gpu']}. Fix: {to_do}."

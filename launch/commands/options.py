@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from areal_lite.config.data import is_hub_id
-from areal_lite.config.reading import parse_override, set_value, shipped_recipes
+from areal_lite.config.reading import apply_overrides, shipped_recipes
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.record.run_files import read_json
@@ -92,6 +92,5 @@ def recipe_for(model: str, recipe: str | None, overrides: Sequence[str], *, cons
         )
     console.print(f"recipe: {run}/config.json", highlight=False, soft_wrap=True)
     raw = RunFolder(run).recipe().model_dump()
-    for override in overrides:
-        set_value(raw, *parse_override(override))
+    apply_overrides(raw, overrides)
     return parse_config(raw)

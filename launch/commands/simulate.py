@@ -1,6 +1,6 @@
 """`areal-lite simulate`: a run's speed, ages and cost on a virtual clock, before anyone rents the machines."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,15 +45,12 @@ def simulate_run(
     """
     config = load_config(recipe, overrides)
     inputs, gpus = read_inputs(config, run=run, gpu=gpu, profile=profile)
-    inputs = replaced(inputs, assume or ())
-    console = Console()
-    console.print(
-        ", ".join(f"{name}={value:.4g}" for name, value in inputs.model_dump(exclude={"lengths"}).items()),
-        style="dim", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    inputs = parse_section(inputs.model_dump() | dict(map(parse_override, assume or ())), Inputs)
+    console, numbers = Console(highlight=False, soft_wrap=True), inputs.model_dump(exclude={"lengths"})
+    console.print(", ".join(f"{name}={value:.4g}" for name, value in numbers.items()), style="dim")
     if run is None:
         shares = ", ".join(f"{name} {value:g}" for name, value in ASSUMED.items())
-        console.print(f"assumed shares of {gpu}'s peak, and more: {shares}", style="dim", highlight=False)
+        console.print(f"assumed shares of {gpu}'s peak, and more: {shares}", style="dim")
     cases = list(splits(config, gpus) if grid else [(config.trainer.ranks, config.rollout.workers, None)])
     steps = GRID_STEPS if grid else config.run.steps
     rows = [
@@ -63,11 +60,11 @@ def simulate_run(
     best = sorted(rows, key=lambda row: -float(row["trained_tokens_per_s"]))[:3] if grid else rows
     show_table("simulate", best, title="the three fastest" if grid else f"{steps} steps")
     for row in best:
-        console.print(limit(row), highlight=False, soft_wrap=True)
+        console.print(limit(row))
     if out is not None:
         settings = {"inputs": inputs.model_dump(), "queue": config.queue.model_dump(), "steps": steps}
         write_results({"benchmark": "simulate", "recipe": recipe, "settings": settings, "rows": rows}, out=out)
-        console.print(f"report: {write_bench(out)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"report: {write_bench(out)}", markup=False)
     return 0
 
 
@@ -88,12 +85,6 @@ def read_inputs(config: Config, *, run: Path | None, gpu: str, profile: str | No
     found = load_profile(profile)
     gpus = found.nodes * found.gpus_per_node or inputs.gpus
     return inputs.model_copy(update={"gpus": gpus}), gpus
-
-
-def replaced(inputs: Inputs, assume: Iterable[str]) -> Inputs:
-    """Return the inputs with NAME=VALUE in the place of some; a `ConfigError` where one is unknown or impossible."""
-    changes = dict(map(parse_override, assume))
-    return parse_section(inputs.model_dump() | changes, Inputs)
 
 
 def splits(config: Config, gpus: int) -> Iterator[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
-from areal_lite.config.reading import parse_override, set_value
+from areal_lite.config.reading import apply_overrides, set_value
 from areal_lite.config.recipe import Config
 from areal_lite.launch.commands.options import Overrides, Recipe, argument, word_list
 
@@ -79,8 +79,7 @@ def resume(
     if isinstance(saved, OfflineConfig) and saved.trainer.epochs is not None:
         del raw["run"]["steps"]  # follows from the epochs
     set_value(raw, "run.resume", str(folder.resolve()))
-    for override in overrides:
-        set_value(raw, *parse_override(override))
+    apply_overrides(raw, overrides)
     named = [override.partition("=")[0] for override in overrides]
     return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over, named=named)
 

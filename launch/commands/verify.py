@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
-from areal_lite.config.reading import parse_override, read_recipe, set_value, shipped_recipes
+from areal_lite.config.reading import apply_overrides, read_recipe, shipped_recipes
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
@@ -108,6 +108,5 @@ def _config(name: str, overrides: Sequence[str], data: Path | None) -> tuple[boo
         own = raw.get("data") or {}
         kept = {key: value for key, value in own.items() if key not in ("mix", "arith", "arguments", "eval_path")}
         raw["data"] = kept | {"source": "jsonl", "path": str(data), "max_bad_fraction": 0.0}
-    for override in overrides:
-        set_value(raw, *parse_override(override))
+    apply_overrides(raw, overrides)
     return is_recipe, parse_config(raw)

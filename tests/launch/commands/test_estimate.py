@@ -92,7 +92,7 @@ def test_a_cpu_run_takes_what_was_measured(
     ):
         config = load_config(words[0], [*words[1:], *overrides])
         figures = all_figures(config, gpu="H100")
-        expected = peak_gib(figures) - (1 - moments) * figures["trainer rank"]["optimiser"]
+        expected = peak_gib(figures["trainer rank"]) - (1 - moments) * figures["trainer rank"]["optimiser"]
         assert expected == pytest.approx(rank, rel=0.15)
         assert sum(figures["engine"].values()) == pytest.approx(engine, rel=0.15)
         assert sum(figures["other processes"].values()) == pytest.approx(0.55, rel=0.15)
