@@ -11,8 +11,8 @@ from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.reading import read_yaml
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.launch.bench import harness
-from areal_lite.launch.bench.harness import say, turns
+from areal_lite.launch.bench.harness import say, show_table, turns, write_results
+from areal_lite.node import package_versions
 from areal_lite.record.columns import Columns, Row, spread
 
 Case = TypeVar("Case")
@@ -97,6 +97,10 @@ def check_comparable(config: Config, benchmark: str, wanted: Mapping[str, Any]) 
 def finish(
     benchmark: str, title: str, rows: Sequence[Row], *, settings: Mapping[str, Any], out: Path, targets: Any = ()
 ) -> None:
-    """Write `results.json` with the rows and their columns, and show both tables."""
-    columns = COLUMNS[benchmark]
-    harness.finish(benchmark, title, rows, settings=settings, out=out, columns=columns, targets=targets)
+    """Write `results.json` with the rows and their columns; show the rows and the targets."""
+    figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets), "columns": COLUMNS[benchmark]}
+    write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
+    show_table(COLUMNS[benchmark], rows, title=title)
+    if targets:
+        show_table("targets", targets, title="targets")
+    say(f"results: {out / 'results.json'}", style="")

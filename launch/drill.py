@@ -73,7 +73,7 @@ def drill(
         signal(SIGTERM, before)
     settings = {"recipe": recipe, "overrides": list(overrides), "seed": seed, "minutes": minutes}
     benchmark = "soak" if minutes else "drill"
-    finish(benchmark, benchmark, rows, settings=settings, out=out)
+    finish(benchmark, rows, settings=settings, out=out)
     return code or int(any(row["problems"] for row in rows))
 
 

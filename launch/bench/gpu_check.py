@@ -123,13 +123,13 @@ class Check:
         if part.model == "given" and self._model is None:
             return "it takes a model's folder: --model DIR"
         if self._device == "cpu":
-            return None if part.on_cpu else "it needs a GPU"
+            return None if "cpu" in part.planned_s else "it needs a GPU"
         return None if self._num_gpus >= part.gpus else f"it needs {part.gpus} GPUs, there are {self._num_gpus}"
 
     def _run_part(self, name: str, part: Part, left_s: float) -> dict[str, Any]:
         limit_s = min({**table().limit_s, **part.limit_s}[self._device], left_s)
         job = Job(
-            name=name, call=part.call, device=self._device, out=str(self._out), overrides=self._overrides,
+            name=name, part=part, device=self._device, out=str(self._out), overrides=self._overrides,
             model=self._model,
         )  # fmt: skip
         shutil.rmtree(job.folder, ignore_errors=True)

@@ -45,7 +45,7 @@ def runs(job: Job) -> None:
     problems = list[str]()
     with training() as train_one:
         for name in job.part.runs:
-            config, folder = _config(job, name), job.folder / name
+            config, folder = job.config(name), job.folder / name
             train_one(config, dir=str(folder))
             figures = figures_of(folder) | _beside_another(job, name, config)
             problems += [f"{name}: {problem}" for problem in problems_of(figures, config)]
@@ -54,7 +54,10 @@ def runs(job: Job) -> None:
 
 def large(job: Job) -> None:
     """Train the random model, and leave at the last row: a checkpoint of 20 GB would take longer than all else."""
-    config, folder = _config(job, "run"), job.folder / "run"
+    from areal_lite.launch.bench.gpu_trainer import random_model
+
+    random_model(job)
+    config, folder = job.config("run"), job.folder / "run"
 
     def leave(row: Mapping[str, Any]) -> None:
         if row["step"] < config.run.steps - 1:
@@ -104,17 +107,6 @@ def _words_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join([process.name(), *process.cmdline()])
     return ""
-
-
-def _config(job: Job, run: str) -> Config:
-    match job.part.model:
-        case "builtin":
-            return job.config(run)
-        case "given":
-            return job.config(run, **{"model.path": job.model})
-    from areal_lite.launch.bench.gpu_trainer import random_model
-
-    return job.config(run, **{"model.path": str(random_model(job))})
 
 
 def figures_of(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import functools
 import json
 import pkgutil
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,11 +42,9 @@ class Part(_Settings):
     call: str
     """`module:function`, which gets a `Job`"""
     planned_s: dict[str, float]
-    """by device; a part for which less is left is skipped"""
+    """by device, of those that can run it; a part for which less is left is skipped"""
     gpus: int = 1
     """that it needs"""
-    on_cpu: bool = True
-    """whether a rehearsal can run it"""
     model: Literal["builtin", "random", "given"] = "builtin"
     """built in; of a known shape with random weights; or that of --model"""
     runs: dict[str, dict[str, Any]] = Field({"run": {}})
@@ -74,35 +71,35 @@ def table() -> Table:
     return Table.model_validate(read_yaml(path, holding=f"the table of parts ({', '.join(Table.model_fields)})"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Section):
     """A part to run, as its process gets it."""
 
     name: str
-    call: str
+    part: Part
     device: str
     """`cpu` or `cuda`."""
     out: str
     """Folder of the whole check."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = Field({})
     """Settings of all runs, by the user."""
     model: str | None = None
     """Folder of a real model."""
-
-    @property
-    def part(self) -> Part:
-        """Its row of the table."""
-        return table().parts[self.name]
 
     @property
     def folder(self) -> Path:
         """Everything that it writes."""
         return Path(self.out) / self.name
 
+    @property
+    def model_folder(self) -> str | None:
+        """Folder of its model, where that is not built in; one with random weights is made by `random_model`."""
+        return {"builtin": None, "random": str(Path(self.out) / "model"), "given": self.model}[self.part.model]
+
     def config(self, run: str = "run", **more: Any) -> Config:
         """Return the checked recipe of one of its runs."""
         every, part = table(), self.part
         changes = [every.settings, getattr(every, self.device), part.settings, getattr(part, self.device)]
+        changes += [{"model.path": self.model_folder}] if self.model_folder else []
         return planned_config(every.recipe, run, [*changes, part.runs.get(run, {}), more, self.overrides])
 
     def report(self, **figures: Any) -> None:
@@ -129,15 +126,15 @@ def command_of(job: Job) -> list[str]:
         sys.executable,
         "-c",
         f"import sys; from {__name__} import main; main(sys.argv[1])",
-        json.dumps(asdict(job)),
+        job.model_dump_json(),
     ]
 
 
 def main(text: str) -> None:
     """Run the part that a JSON text describes; an error is reported among its figures."""
-    job = Job(**json.loads(text))
+    job = Job.model_validate_json(text)
     try:
-        pkgutil.resolve_name(job.call)(job)
+        pkgutil.resolve_name(job.part.call)(job)
     except Exception as error:
         job.report(error=f"{type(error).__name__}: {error}")
         raise

@@ -141,7 +141,7 @@ def random_model(job: Job) -> Path:
     from areal_lite.data.arith import CHARACTERS
     from areal_lite.data.tokenizer import build_char_tokenizer
 
-    folder = Path(job.out) / "model"
+    folder = Path(str(job.model_folder))
     if folder.is_dir():
         return folder
     shape = memory.KNOWN["models"][MODEL] | (_TINY if job.device == "cpu" else {})
@@ -164,7 +164,7 @@ def step(job: Job) -> None:
     """Train steps of full rows without an engine, with and without recomputation, and profile one of them."""
     folder = str(random_model(job))
     configs = {
-        kind: job.config("run", **{"model.path": folder, "trainer.activation_checkpointing": kind == "recomputed"})
+        kind: job.config("run", **{"trainer.activation_checkpointing": kind == "recomputed"})
         for kind in ("kept", "recomputed")
     }
     with _one_rank(job.device):

@@ -71,28 +71,12 @@ def write_results(content: Mapping[str, Any], *, out: Path) -> dict[str, Any]:
     return content
 
 
-def finish(
-    benchmark: str,
-    title: str,
-    rows: Sequence[Row],
-    *,
-    settings: Mapping[str, Any],
-    out: Path,
-    columns: Columns | None = None,
-    targets: Any = (),
-) -> int:
-    """Write `results.json` of a benchmark that has rows; show the rows and the targets; return 0.
-
-    `columns` are for a benchmark outside the package, and are kept beside its rows.
-    """
-    figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
-    figures |= {"columns": columns} if columns else {}
+def finish(benchmark: str, rows: Sequence[Row], *, settings: Mapping[str, Any], out: Path) -> None:
+    """Write `results.json` of a benchmark that has rows, and show them."""
+    figures = {"settings": dict(settings), "rows": list(rows)}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
-    show_table(columns or benchmark, rows, title=title)
-    if targets:
-        show_table("targets", targets, title="targets")
+    show_table(benchmark, rows, title=benchmark)
     say(f"results: {out / 'results.json'}", style="")
-    return 0
 
 
 def show_table(columns: str | Columns, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> None:

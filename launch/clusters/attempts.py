@@ -20,11 +20,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from areal_lite.actors.process import HOME
 from areal_lite.config.offline import load_any_config
@@ -48,8 +47,7 @@ _LOST_GRACE_S = 15.0
 """How long the command may take to report the loss of a node in its own words."""
 
 
-@dataclass(slots=True)
-class Attempt:
+class Attempt(BaseModel):
     """One run of the command."""
 
     began: float
@@ -63,11 +61,10 @@ class Attempt:
     """Why it failed."""
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(BaseModel):
     """The history of a job; `attempts.json` beside its log."""
 
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = []
     state: str = "waiting for its nodes"
     """Where the job stands, one sentence."""
     code: int | None = None
@@ -77,11 +74,11 @@ class Attempts:
     def read(cls, job: Job) -> "Attempts":
         """Read a job's record; an empty one where there is none."""
         path = job.files / "attempts.json"
-        return TypeAdapter(cls).validate_json(path.read_text()) if path.is_file() else cls()
+        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
 
     def save(self, job: Job) -> None:
         """Write it, whole or not at all."""
-        write_whole(job.files / "attempts.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_whole(job.files / "attempts.json", self.model_dump_json(indent=2) + "\n")
 
     def status(self) -> Status:
         """Return where the job stands."""

@@ -20,14 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.reading import parse_override, parse_section, read_yaml
 from areal_lite.config.section import Section
+from areal_lite.config.sections import COMMANDS
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.record.run_files import write_whole
 
 JOBS = Path("runs") / "jobs"
-RESUMABLE = ("train", "sft", "reward-model", "dpo")
-"""Commands that take run.dir and run.resume; the others start over, and `bench modes` skips what it has measured."""
 
 
 class Job(Section):
@@ -76,8 +75,8 @@ class Job(Section):
 
     @property
     def run_folder(self) -> Path | None:
-        """Where the run is written; None for commands without one."""
-        if self.words[0] not in RESUMABLE:
+        """Where the run is written; None for commands without one: they start over, or skip what was measured."""
+        if self.words[0] not in COMMANDS.values():
             return None
         named = [parse_override(word)[1] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
         given = [str(path) for path in named if path is not None]

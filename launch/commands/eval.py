@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -27,14 +27,10 @@ from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.record.run_files import read_summary
 from areal_lite.types import Prompt
-from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
 _POLL_S = 0.25
-
-Scored: TypeAlias = tuple[str, Reply]
-"""A completion and its reply."""
 
 
 def eval_model(
@@ -99,14 +95,10 @@ def evaluate(config: Config, *, model: str) -> list[Case]:
     prompts = load_source(named, load_tokenizer(folder, config.model), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
-    scored = _in_a_process_of_its_own(asked, prompts, folder)
-    return [
-        Case(index=index, prompt=prompt, completion=text, reply=reply)
-        for index, (prompt, (text, reply)) in enumerate(zip(prompts, scored, strict=True))
-    ]
+    return _in_a_process_of_its_own(asked, prompts, folder)
 
 
-def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Scored]:
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Case]:
     """Run vLLM in another process: it changes the environment, and its long output is shown only after an error."""
     with on_own_screen(), ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
@@ -116,11 +108,11 @@ def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: 
             raise EngineError(ended) from error
 
 
-def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Scored]:
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Case]:
     return asyncio.run(_run(config, prompts, model_folder=folder))
 
 
-async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Scored]:
+async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Case]:
     from areal_lite.rollout.runner import complete_greedily, load_workflows
     from areal_lite.rollout.vllm_engine import VllmEngine
 
@@ -137,10 +129,13 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
         opened.push_async_callback(engine.close)
         opened.push_async_callback(workflows.endpoint.close)
 
-        async def score() -> list[Scored]:
+        async def score() -> list[Case]:
             samples = await complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows)
             replies = await asyncio.gather(*map(verifiers.judge, prompts, samples))
-            return [(sample.text if sample else "", reply) for sample, reply in zip(samples, replies, strict=True)]
+            return [
+                Case(index=index, prompt=prompt, completion=sample.text if sample else "", reply=reply)
+                for index, (prompt, sample, reply) in enumerate(zip(prompts, samples, replies, strict=True))
+            ]
 
         def progress() -> tuple[int, ...]:
             gauges = verifiers.gauges()

@@ -55,7 +55,7 @@ PARTS = {
     for planned_s, limit_s in [SECONDS.get(name, (1, 300))]
 }
 PARTS["for-ever"] = PARTS["for-ever"].model_copy(update={"call": "stand_in_parts:hangs"})
-PARTS["gpu"] = PARTS["passes"].model_copy(update={"on_cpu": False})
+PARTS["gpu"] = PARTS["passes"].model_copy(update={"planned_s": {"cuda": 1}})
 
 if __name__ == "__main__":
     out, minutes, *names = sys.argv[1:]

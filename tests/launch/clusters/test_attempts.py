@@ -100,7 +100,7 @@ def test_a_job_that_is_started_once_more_goes_on_with_its_record(
 ) -> None:
     """As Slurm does after a requeue. Seen failing with GPU hours below zero, and with the old outcome in the status."""
     job = job_of(tmp_path, STEP + "echo '{}' > runs/run-1/summary.json", monkeypatch, words="launch.max_attempts=1")
-    Attempts([Attempt(began=time.time() - 9)], "stopped and saved at step 0", 130).save(job)
+    Attempts(attempts=[Attempt(began=time.time() - 9)], state="stopped and saved at step 0", code=130).save(job)
     assert supervise(job) == 0
     record = Attempts.read(job)
     assert [one.code for one in record.attempts] == [130, 0]
@@ -179,7 +179,7 @@ def test_logs_of_a_killed_supervisor_are_kept(tmp_path: Path, monkeypatch: pytes
     (folder / "logs").mkdir()
     for path in ("config.json", "checkpoints/step-000001/meta.json", "logs/trainer-0.log"):
         (folder / path).write_text("{}\n")
-    Attempts([Attempt(began=time.time())]).save(job)
+    Attempts(attempts=[Attempt(began=time.time())]).save(job)
     assert supervise(job) == 0
     assert (folder / "logs" / "attempt-1" / "trainer-0.log").exists()
     assert not (folder / "logs" / "trainer-0.log").exists()
@@ -189,7 +189,7 @@ def test_a_supervisor_of_another_host_is_left_to_it(tmp_path: Path, monkeypatch:
     """Seen failing: it was said to be gone, and what it had started was ended."""
     job = job_of(tmp_path, "true", monkeypatch)
     began, here = psutil.Process().create_time(), os.uname().nodename
-    Attempts([Attempt(began=0)]).save(job)
+    Attempts(attempts=[Attempt(began=0)]).save(job)
     elsewhere = job.model_copy(update={"id": f"{os.getpid()}@{began:.2f}@elsewhere"})
     status = Local().status(elsewhere)
     assert status.code is None

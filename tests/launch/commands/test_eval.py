@@ -28,9 +28,7 @@ def verify(prompt, completion, answer, **row):
 """
 
 
-def run(
-    engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str
-) -> list[tuple[str, Reply]]:
+def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Case]:
     """Evaluate six prompts, whose scores take so many seconds each, with a stall timeout of three."""
 
     async def start(*_: Any, **__: Any) -> ScriptedEngine:
@@ -51,7 +49,7 @@ def run(
         for index, row in enumerate(rows)
     ]
 
-    async def limited() -> list[tuple[str, Reply]]:
+    async def limited() -> list[Case]:
         async with asyncio.timeout(60):
             return await _run(config, prompts, model_folder="unused")
 
@@ -64,8 +62,8 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
 ) -> None:
     """Together it takes longer than the stall timeout, which counts from the last progress."""
     engine = ScriptedEngine(eos_id=99)
-    scores = run(engine, tmp_path, monkeypatch, seconds="0.6")
-    assert [reply.total for _, reply in scores] == [3.5, 1.5] * 3
+    replies = [case.reply for case in run(engine, tmp_path, monkeypatch, seconds="0.6")]
+    assert [reply and reply.total for reply in replies] == [3.5, 1.5] * 3
     assert engine.calls == ["close"]
 
 
