@@ -39,13 +39,16 @@ class Plan(Section):
     `b_seed-1`; `grid: {queue.max_staleness: {eta-0: 0, eta-4: 4}}` alone are the runs `eta-0` and `eta-4`.
     """
 
-    recipe: str = Field(description="path of a recipe, or the name of a shipped one")
-    settings: Settings = Field({}, description="settings of all runs")
-    runs: dict[str, Settings] = Field({}, description="name -> settings of this run")
-    grid: dict[str, dict[str, Any] | list[Any]] = Field(
-        {}, description="setting -> its values, or a table of label -> value"
-    )
-    seeds: list[int] = Field([], description="values of run.seed; the whole plan runs for each in turn")
+    recipe: str
+    """path of a recipe, or the name of a shipped one"""
+    settings: Settings = Field({})
+    """settings of all runs"""
+    runs: dict[str, Settings] = Field({})
+    """name -> settings of this run"""
+    grid: dict[str, dict[str, Any] | list[Any]] = Field({})
+    """setting -> its values, or a table of label -> value"""
+    seeds: list[int] = Field([])
+    """values of run.seed; the whole plan runs for each in turn"""
 
 
 def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out: Path | None) -> int:

@@ -44,14 +44,14 @@ def simulate_run(
     times assumed efficiencies: compare settings, but do not trust absolute times.
     """
     config = load_config(recipe, overrides)
-    inputs, gpus = read_inputs(config, run=run, gpu=gpu, profile=profile)
+    inputs = read_inputs(config, run=run, gpu=gpu, profile=profile)
     inputs = parse_section(inputs.model_dump() | dict(map(parse_override, assume or ())), Inputs)
     console, numbers = Console(highlight=False, soft_wrap=True), inputs.model_dump(exclude={"lengths"})
     console.print(", ".join(f"{name}={value:.4g}" for name, value in numbers.items()), style="dim")
     if run is None:
         shares = ", ".join(f"{name} {value:g}" for name, value in ASSUMED.items())
         console.print(f"assumed shares of {gpu}'s peak, and more: {shares}", style="dim")
-    cases = list(splits(config, gpus) if grid else [(config.trainer.ranks, config.rollout.workers, None)])
+    cases = list(splits(config, inputs.gpus) if grid else [(config.trainer.ranks, config.rollout.workers, None)])
     steps = GRID_STEPS if grid else config.run.steps
     rows = [
         one_row(inputs, config, ranks=ranks, engines=engines, eta=eta, steps=steps)
@@ -68,8 +68,8 @@ def simulate_run(
     return 0
 
 
-def read_inputs(config: Config, *, run: Path | None, gpu: str, profile: str | None) -> tuple[Inputs, int]:
-    """Return the inputs of a recipe, with a run's seconds if there is one, and the number of GPUs to share out."""
+def read_inputs(config: Config, *, run: Path | None, gpu: str, profile: str | None) -> Inputs:
+    """Return the inputs of a recipe, with a run's seconds and a profile's GPUs if there are any."""
     if run is None:
         inputs = inputs_of_recipe(config, gpu=gpu)
     else:
@@ -79,12 +79,11 @@ def read_inputs(config: Config, *, run: Path | None, gpu: str, profile: str | No
             ranks=config.trainer.ranks, engines=config.rollout.workers, of_ranks=of_run.trainer.ranks,
         )  # fmt: skip
     if profile is None:
-        return inputs, inputs.gpus
+        return inputs
     from areal_lite.launch.clusters.job import load_profile
 
     found = load_profile(profile)
-    gpus = found.nodes * found.gpus_per_node or inputs.gpus
-    return inputs.model_copy(update={"gpus": gpus}), gpus
+    return inputs.model_copy(update={"gpus": found.nodes * found.gpus_per_node or inputs.gpus})
 
 
 def splits(config: Config, gpus: int) -> Iterator[tuple[int, int, int]]:
