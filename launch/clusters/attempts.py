@@ -228,7 +228,9 @@ def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, 
             print(text[shown:], end="", flush=True)
             shown = len(text)
         if code is not None:
-            return (code or (1 if lost else 0)), lost or ("" if code in (0, INTERRUPTED) else _cause(text))
+            if lost:
+                return code or 1, lost
+            return code, "" if code in (0, INTERRUPTED) else _cause(text)
         if not lost and (lost := nodes.lost()):
             lost_at = time.monotonic()
             _print(lost)
