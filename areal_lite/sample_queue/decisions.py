@@ -1,4 +1,4 @@
-"""The ledger's decisions about groups, as pure functions: is it ready, is it too old, may the batch be taken."""
+"""The ledger's decisions about groups, as pure functions: is it ready, can it train, may the batch be taken."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -36,13 +36,6 @@ def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: floa
         for sequence in sample.sequences
         if sample.total_reward is not None
     )
-
-
-def is_over_age(group: GroupRecord, *, version: int, max_staleness: int) -> bool:
-    """Return whether the group has, or while it is generated may have, a token of age > eta."""
-    if group.state is GroupState.WAITING:
-        return False
-    return staleness.is_over_age(group.oldest_version, version=version, max_staleness=max_staleness)
 
 
 def may_take(

@@ -4,10 +4,10 @@ Only the ledger uses it. The table moves groups between states and counts them; 
 and why.
 """
 
-import heapq
+import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -79,8 +79,6 @@ class GroupRecord:
     state: GroupState = GroupState.WAITING
     samples: tuple[Sample, ...] = ()
     """G samples from `generated` on, with rewards from `ready` on."""
-    turn: int | None = None
-    """Number of its entry in the order of its state; None without one: an entry with another number is void."""
 
     @property
     def group_id(self) -> str:
@@ -99,12 +97,17 @@ class GroupRecord:
         return min((version for version in versions if version is not None), default=self.admitted_version)
 
 
-_LEAVE_ORDER: Mapping[GroupState, Callable[[GroupRecord], tuple[int, int]]] = {
-    GroupState.WAITING: lambda group: (group.num_lost, group.sequence),
-    GroupState.GENERATED: lambda group: (group.num_lost, group.sequence),
-    GroupState.READY: lambda group: group.age_order,
-}
-"""For states that groups leave in an order: the sort key of that order."""
+def _leave_order(group: GroupRecord) -> tuple[int, int]:
+    """Return the sort key of the order in which groups leave a state; it stays the same while the group is in it.
+
+    Groups are lent in the order of admission, those that came back from a lost worker after the others, as they may
+    have killed it; ready ones leave by age. Groups that are lent or taken leave in any order.
+    """
+    if group.state in (GroupState.WAITING, GroupState.GENERATED):
+        return group.num_lost, group.sequence
+    if group.state is GroupState.READY:
+        return group.age_order
+    return 0, group.sequence
 
 
 class GroupTable:
@@ -114,18 +117,15 @@ class GroupTable:
         self.num_admitted = 0
         self.num_moves = 0
         """Admissions and changes of state so far."""
-        self._by_state: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in OUTSTANDING}
+        self._by_id: dict[str, GroupRecord] = {}
+        self._by_state: dict[GroupState, list[GroupRecord]] = {state: [] for state in OUTSTANDING}  # in `_leave_order`
         self._by_version: dict[int, set[GroupRecord]] = {}
-        # A heap for each such state, of (sort key, turn, group). An entry counts only while the group's `turn` is its
-        # own: a group that leaves out of turn has none, or another one if it came back, and its old entry is skipped.
-        self._orders: dict[GroupState, list[tuple[tuple[int, int], int, GroupRecord]]] = {}
-        self._turns = itertools.count()
         self._ended: Counter[tuple[GroupState, str]] = Counter()
 
     @property
     def num_outstanding(self) -> int:
         """Admitted groups that have not ended."""
-        return sum(len(groups) for groups in self._by_state.values())
+        return len(self._by_id)
 
     def add(self, prompt_id: str, *, attempt: int, version: int, num_lost: int = 0) -> GroupRecord:
         """Admit a group; it is `waiting`.
@@ -172,43 +172,21 @@ class GroupTable:
         self._ended[key if key in self._ended or len(self._ended) < _MAX_REASONS else (state, "other")] += 1
         self.num_moves += 1
 
-    def in_state(self, state: GroupState) -> Collection[GroupRecord]:
-        """Return the groups in one outstanding state, in no particular order."""
-        return self._by_state[state].values()
+    def in_state(self, state: GroupState) -> Sequence[GroupRecord]:
+        """Return the groups in one outstanding state, first those that leave it next; a list that changes with it."""
+        return self._by_state[state]
 
     def outstanding(self) -> Iterable[GroupRecord]:
-        """Yield every outstanding group, in no particular order."""
-        return itertools.chain.from_iterable(groups.values() for groups in self._by_state.values())
+        """Return every outstanding group, in no particular order."""
+        return self._by_id.values()
 
     def by_version(self) -> Mapping[int, Collection[GroupRecord]]:
         """Return the outstanding groups by the version they were admitted at, in no particular order."""
         return self._by_version
 
-    def pop_first(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
-        """Return up to `limit` groups that leave a state next; the caller moves them, or calls `put_back`.
-
-        Groups are lent in the order of admission, those that came back from a lost worker after the others, as they may
-        have killed it; ready ones leave by age. The cost does not depend on how many groups there are.
-        """
-        order = self._orders.get(state, [])
-        popped: list[GroupRecord] = []
-        while order and len(popped) < limit:
-            _, turn, group = heapq.heappop(order)
-            if turn == group.turn:
-                group.turn = None
-                popped.append(group)
-        return popped
-
     def find(self, group_id: str) -> GroupRecord | None:
         """Return an outstanding group, None for any other."""
-        return next((groups[group_id] for groups in self._by_state.values() if group_id in groups), None)
-
-    def put_back(self, groups: Sequence[GroupRecord]) -> None:
-        """Keep groups that `pop_first` returned in their state."""
-        for group in groups:
-            group.turn = next(self._turns)
-            entry = (_LEAVE_ORDER[group.state](group), group.turn, group)
-            heapq.heappush(self._orders.setdefault(group.state, []), entry)
+        return self._by_id.get(group_id)
 
     def counts(self) -> dict[str, int]:
         """Return groups per state, ended ones also by reason, and `admitted` and `outstanding`."""
@@ -246,14 +224,14 @@ class GroupTable:
         return table
 
     def _enter(self, group: GroupRecord) -> None:
-        self._by_state[group.state][group.group_id] = group
+        self._by_id[group.group_id] = group
+        bisect.insort(self._by_state[group.state], group, key=_leave_order)
         self._by_version.setdefault(group.admitted_version, set()).add(group)
-        if group.state in _LEAVE_ORDER:
-            self.put_back([group])
 
     def _leave(self, group: GroupRecord) -> None:
-        group.turn = None
-        del self._by_state[group.state][group.group_id]
+        del self._by_id[group.group_id]
+        of_state = self._by_state[group.state]
+        del of_state[bisect.bisect_left(of_state, _leave_order(group), key=_leave_order)]
         of_version = self._by_version[group.admitted_version]
         of_version.remove(group)
         if not of_version:

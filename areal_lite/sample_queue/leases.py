@@ -4,6 +4,7 @@ Only the ledger uses it. The table knows which worker holds what until when; the
 whose lease was lost.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ class HeldLease:
 class LeaseTable:
     """The living leases, soonest deadline first."""
 
-    def __init__(self, *, timeout_s: float, clock: Callable[[], float], num_given: int = 0) -> None:
-        self.num_given = num_given
+    def __init__(self, *, timeout_s: float, clock: Callable[[], float]) -> None:
+        self.num_given = 0
         """Leases given so far, over the whole run."""
         self._timeout_s = timeout_s
         self._clock = clock
@@ -83,12 +84,8 @@ class LeaseTable:
     def end_expired(self) -> list[HeldLease]:
         """End and return the leases whose deadline has passed."""
         now = self._clock()
-        expired = []
-        for lease in self._leases.values():
-            if lease.deadline > now:
-                break
-            expired.append(lease.lease_id)
-        return self._end_all(expired)
+        expired = itertools.takewhile(lambda lease: lease.deadline <= now, self._leases.values())
+        return self._end_all(lease.lease_id for lease in expired)
 
     def end_all_of(self, worker: str) -> list[HeldLease]:
         """End and return the leases of a worker."""

@@ -99,16 +99,14 @@ class Ledger:
 
     def lease_rollout(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` waiting groups for generation, those last that came back from a lost worker."""
-        waiting = self._groups.pop_first(GroupState.WAITING, limit=limit)
-        leases = [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
-        for group in waiting:
-            self._groups.restart_generation(group, version=self._version)
+        leases = self._lend(worker, limit, GroupState.WAITING, GroupState.LEASED_ROLLOUT)
+        for lease in leases:
+            self._groups.restart_generation(lease.group, version=self._version)
         return leases
 
     def lease_verify(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` generated groups for verification, in the order of admission."""
-        generated = self._groups.pop_first(GroupState.GENERATED, limit=limit)
-        return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
+        return self._lend(worker, limit, GroupState.GENERATED, GroupState.LEASED_VERIFY)
 
     def knows(self, group_id: str) -> bool:
         """Return whether a group is outstanding."""
@@ -323,9 +321,11 @@ class Ledger:
 
     # Inside
 
-    def _lend(self, group: GroupRecord, state: GroupState, *, worker: str) -> HeldLease:
-        self._groups.move(group, state)
-        return self._leases.give(worker, group)
+    def _lend(self, worker: str, limit: int, before: GroupState, lent: GroupState) -> list[HeldLease]:
+        groups = self._groups.in_state(before)[: max(0, limit)]
+        for group in groups:
+            self._groups.move(group, lent)
+        return [self._leases.give(worker, group) for group in groups]
 
     def _leased(self, lease_id: str, state: GroupState) -> GroupRecord | None:
         lease = self._leases.find(lease_id)
@@ -374,14 +374,13 @@ class Ledger:
         if self.missing():
             return None
         chosen: list[GroupRecord] = []
-        while len(chosen) < size and (oldest := self._groups.pop_first(GroupState.READY, limit=1)):
-            if decisions.has_trainable_token(oldest[0], version=self._version, max_staleness=limit):
-                chosen += oldest
+        for group in list(self._groups.in_state(GroupState.READY)):
+            if decisions.has_trainable_token(group, version=self._version, max_staleness=limit):
+                chosen.append(group)
             else:
-                self._groups.end(oldest[0], GroupState.STALE)
-        if len(chosen) == size and self._may_take(chosen):
-            return chosen
-        self._groups.put_back(chosen)
+                self._groups.end(group, GroupState.STALE)
+            if len(chosen) == size:
+                return chosen if self._may_take(chosen) else None
         return None
 
     def _may_take(self, chosen: Sequence[GroupRecord]) -> bool:
@@ -394,7 +393,9 @@ class Ledger:
         bound = self._version - self._settings.max_staleness
         # No token is older than its group's admission, so the other groups cannot be over age.
         old = [group for version, groups in self._groups.by_version().items() if version < bound for group in groups]
-        over_age = sorted(filter(self._is_over_age, old), key=lambda group: group.sequence)
+        # A waiting group has no tokens yet.
+        over_age = [group for group in old if group.state is not GroupState.WAITING and group.oldest_version < bound]
+        over_age.sort(key=lambda group: group.sequence)
         if over_age:
             ended = set(over_age)
             self._leases.end_where(lambda lease: lease.group in ended)
@@ -406,9 +407,6 @@ class Ledger:
                 )
             else:
                 self._groups.end(group, GroupState.FAILED, reason="too_slow")
-
-    def _is_over_age(self, group: GroupRecord) -> bool:
-        return decisions.is_over_age(group, version=self._version, max_staleness=self._settings.max_staleness)
 
     @staticmethod
     def _check_taken(batch_id: str, batch: Batch) -> None:
