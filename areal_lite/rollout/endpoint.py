@@ -69,7 +69,7 @@ class _Record:
     """A request that is being answered, or was; the same request sent again gets the same answer."""
 
     session: Session
-    digest: bytes
+    request: _Prepared
     calls: "asyncio.Task[list[Call]]"
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     num_waiting: int = 0
@@ -115,7 +115,7 @@ class _OpenSession:
             Refusal: Its idempotency key belongs to another request.
         """
         known = self.records.setdefault(f"{api} {idempotency_key or request.digest.hex()}", [])
-        if known and known[-1].digest != request.digest:
+        if known and known[-1].request.digest != request.digest:
             message = "an Idempotency-Key must come with the same body each time, got another one"
             raise Refusal(422, f"{message}. Fix: use a new key for each request", code="idempotency_key_reused")
         for record in known:
@@ -123,7 +123,7 @@ class _OpenSession:
                 return record
         if not known or not (idempotency_key or is_retry):
             calls = asyncio.create_task(self.session.complete(request.placed))
-            known.append(_Record(self.session, request.digest, calls))
+            known.append(_Record(self.session, request, calls))
         return known[-1]
 
     async def close(self) -> None:
@@ -221,8 +221,7 @@ class Endpoint:
         Raises:
             Refusal: The request is not supported, or generation failed.
         """
-        request, record = await self._accept(name, key, api, raw)
-        return await self._written(request, record)
+        return await self._written(await self._accept(name, key, api, raw))
 
     async def _accept(
         self,
@@ -233,7 +232,7 @@ class Endpoint:
         *,
         idempotency_key: str | None = None,
         is_retry: bool = False,
-    ) -> tuple[_Prepared, _Record]:
+    ) -> _Record:
         session = self._open(name, key).session
         if len(raw) > session.max_bytes:
             message = f"a request must have at most {session.max_bytes} bytes with model.max_context, got more"
@@ -243,7 +242,7 @@ class Endpoint:
         opened = self._open(name, key)  # again, as the session may have ended meanwhile
         record = opened.record(api, request, idempotency_key=idempotency_key, is_retry=is_retry)
         self.unconstrained.update(request.left_out)
-        return request, record
+        return record
 
     def _prepare(self, session: Session, api: str, raw: str | bytes) -> _Prepared:
         """Read a request and place it in its session's tree; runs in a thread.
@@ -274,13 +273,14 @@ class Endpoint:
         digest = hashlib.blake2b(json.dumps(body).encode()).digest()
         return _Prepared(format=FORMATS[api], body=body, digest=digest, placed=placed, left_out=left_out)
 
-    async def _written(self, request: _Prepared, record: _Record) -> dict[str, Any]:
+    async def _written(self, record: _Record) -> dict[str, Any]:
         with record.awaited():
             await asyncio.wait([record.calls])
-        return request.format.write(record.name, request.body, record.deliver())
+        return record.request.format.write(record.name, record.request.body, record.deliver())
 
-    async def _stream(self, request: _Prepared, record: _Record) -> AsyncIterator[str]:
+    async def _stream(self, record: _Record) -> AsyncIterator[str]:
         """Yield an answer's events, the first at once, then a ping every `keep_alive_s` while it is generated."""
+        request = record.request
         with record.awaited():
             for event in request.format.opening(record.name, request.body, request.placed):
                 yield event
@@ -323,16 +323,16 @@ class Endpoint:
     async def _respond(self, request: "Request", raw: bytes) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
-        prepared, record = await self._accept(
+        record = await self._accept(
             *_name_and_key(request),
             request.path_params["api"],
             raw,
             idempotency_key=request.headers.get("idempotency-key"),
             is_retry=request.headers.get("x-stainless-retry-count", "0") != "0",
         )
-        if not prepared.body.get("stream"):  # `json.dumps` escapes what is not valid UTF-8
-            return Response(json.dumps(await self._written(prepared, record)), media_type="application/json")
-        events = self._stream(prepared, record)
+        if not record.request.body.get("stream"):  # `json.dumps` escapes what is not valid UTF-8
+            return Response(json.dumps(await self._written(record)), media_type="application/json")
+        events = self._stream(record)
         first = await anext(events)  # from here on the record has a client
 
         async def all_events() -> AsyncIterator[str]:
