@@ -6,7 +6,7 @@ from areal_lite.actors.process import MeasuredProcess, log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import make_cursor
 from areal_lite.network import local_address, port_range
-from areal_lite.sample_queue.access import QueueAccess, QueueKeys, Role
+from areal_lite.sample_queue.access import QueueAccess, Role
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import QueueService, restore
@@ -40,7 +40,6 @@ class QueueActor(MeasuredProcess):
             bind=local_address(config.run.network),
             ports=port_range(config.run.ports),
             max_message_bytes=config.queue.max_message_mb * 2**20,
-            keys=QueueKeys(),
         )
         self._server.start()
 

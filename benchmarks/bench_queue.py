@@ -28,7 +28,7 @@ from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import StallError
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.run.ray_session import ray_session
-from areal_lite.sample_queue.access import QueueAccess, QueueKeys
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
@@ -173,7 +173,7 @@ def _queue_server() -> QueueServer:
     prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
     prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
     service = QueueService(Ledger(settings), prompts, num_minibatches=1, num_ranks=1, seed=0)
-    return QueueServer(service, keys=QueueKeys())
+    return QueueServer(service)
 
 
 def _queue_work(access: QueueAccess, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:

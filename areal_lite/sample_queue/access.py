@@ -14,6 +14,7 @@ import zmq
 import zmq.auth.thread
 from zmq.utils import z85
 
+from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.requests import REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 """The requests of each role; a worker may complete or `fail` only what is lent to workers of its own kind."""
 
+LENT_TO: Mapping[GroupState, Role] = {
+    GroupState.LEASED_ROLLOUT: Role.ROLLOUT,
+    GroupState.LEASED_VERIFY: Role.VERIFIER,
+}
+"""The kind of worker that holds a group's lease."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
@@ -57,7 +64,7 @@ class QueueAccess:
     endpoint: str
     """`tcp://address:port`."""
     server_key: bytes | None = None
-    """The queue's public key; None = no encryption, in measurements and tests."""
+    """The queue's public key; None = no encryption, for a stand-in of the queue in tests."""
     keys: KeyPair | None = None
     """The client's own."""
     max_message_bytes: int | None = None
@@ -74,9 +81,9 @@ class QueueKeys:
         self.server = KeyPair.new()
         self._roles = {role: KeyPair.new() for role in Role}
 
-    def access(self, role: Role, endpoint: str) -> QueueAccess:
+    def access(self, role: Role, endpoint: str, *, max_message_bytes: int | None = None) -> QueueAccess:
         """Return what the clients of a role connect with."""
-        return QueueAccess(endpoint, self.server.public, self._roles[role])
+        return QueueAccess(endpoint, self.server.public, self._roles[role], max_message_bytes)
 
     def role_of(self, public_key: bytes) -> Role | None:
         """Return the role whose key this is; None for a stranger's."""

@@ -1,7 +1,7 @@
 """Clients of the sample queue: one for coroutines, one for plain calls.
 
 Rollout workers, verifier workers, trainer ranks and the controller use them. Both have a method for each request of
-`service.QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer came in time,
+`service.QueueService`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer came in time,
 `WireError` when the message was refused, and `LedgerError` when the request was. A request that may be repeated is sent
 a second time before they give up.
 """
@@ -22,9 +22,9 @@ from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, answer_ty
 from areal_lite.wire import Raw, as_type, decode, encode
 
 if TYPE_CHECKING:
-    from areal_lite.sample_queue.service import QueueRequests
+    from areal_lite.sample_queue.service import QueueService
 else:
-    QueueRequests = object
+    QueueService = object
 
 _SLICE_S = 0.1
 """How often a waiting call checks whether the client was closed."""
@@ -34,7 +34,7 @@ _ERRORS: dict[str, type[ArealLiteError]] = {
 
 
 class _Client:
-    """A connection to the queue, with the methods of `QueueRequests`."""
+    """A connection to the queue, with the methods of `QueueService`."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
         """Connect, without waiting for the queue.
@@ -72,7 +72,7 @@ class _Client:
         return LedgerError(f"{op} needs an open client, got one of {self._access} that was closed: make a new client")
 
 
-class QueueClient(_Client, QueueRequests):
+class QueueClient(_Client, QueueService):
     """Plain calls, one at a time: safe from several threads, but a waiting call blocks the others."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float, check: Callable[[], object] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""The table of requests, for the server and the clients of the sample queue: what `service.QueueRequests` declares."""
+"""The table of requests, for the server and the clients of the sample queue: what `service.QueueService` declares."""
 
 import inspect
 from functools import cache
@@ -7,10 +7,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from areal_lite.errors import WireError
-from areal_lite.sample_queue.service import QueueRequests
+from areal_lite.sample_queue.service import QueueService
 from areal_lite.wire import Raw, as_type
 
-REQUESTS = frozenset(name for name, _ in inspect.getmembers(QueueRequests, inspect.isfunction) if name[0] != "_")
+REQUESTS = frozenset(name for name, _ in inspect.getmembers(QueueService, inspect.isfunction) if name[0] != "_")
 """Names of all requests."""
 
 NOT_REPEATABLE = frozenset({"lease_rollout", "lease_verify"})
@@ -33,7 +33,7 @@ def read_fields(op: str, fields: Raw) -> dict[str, Any]:
 
 @cache
 def _fields_type(op: str) -> Any:
-    hints = get_type_hints(getattr(QueueRequests, op), include_extras=True)
+    hints = get_type_hints(getattr(QueueService, op), include_extras=True)
     return msgspec.defstruct(
         op, [(name, hint) for name, hint in hints.items() if name != "return"], forbid_unknown_fields=True
     )
@@ -42,4 +42,4 @@ def _fields_type(op: str) -> Any:
 @cache
 def answer_type(op: str) -> Any:
     """Return the type of a request's result."""
-    return get_type_hints(getattr(QueueRequests, op))["return"]
+    return get_type_hints(getattr(QueueService, op))["return"]

@@ -13,7 +13,7 @@ the next deadline of a parked request; a message unblocks it:
     read messages → answer each, or park it while there is nothing to answer → expire leases
         → answer parked requests for which something came up, or whose time is over
 
-With keys it speaks CURVE (`access.py`): a connection without a key of the run gets nothing, a client may do what its
+It speaks CURVE (`access.py`): a connection without a key of the run gets nothing, a client may do what its
 role may. ZeroMQ disconnects a client whose message is longer than the limit, and drops answers beyond `_SEND_HWM` that
 a client leaves unread. No message stops the server: what is no request is answered with an error.
 """
@@ -24,14 +24,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import zmq
 
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueClosed, WireError
-from areal_lite.sample_queue.access import ALLOWED, Gatekeeper, QueueAccess, QueueKeys, Role
+from areal_lite.sample_queue.access import ALLOWED, LENT_TO, Gatekeeper, QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, read_fields
 from areal_lite.sample_queue.service import QueueService
 from areal_lite.wire import Raw, as_type, decode, encode
@@ -78,7 +78,6 @@ class QueueServer:
         bind: str = "127.0.0.1",
         ports: range | None = None,
         max_message_bytes: int = 32 * 2**20,
-        keys: QueueKeys | None = None,
     ) -> None:
         """Open nothing before `start`.
 
@@ -87,16 +86,16 @@ class QueueServer:
             bind: Address to listen on.
             ports: One of them is used; None = any free one.
             max_message_bytes: Longest request; answers may be longer.
-            keys: Of the run; None = any client may do anything, in measurements and tests.
         """
         self._service = service
-        self._bind, self._ports, self._max_message_bytes, self._keys = bind, ports, max_message_bytes, keys
+        self._bind, self._ports, self._max_message_bytes = bind, ports, max_message_bytes
         self._parked: dict[_Kind, OrderedDict[_Request, None]] = {}
         self._next_deadline = math.inf  # of the parked requests; too early once that one was answered
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._thread: threading.Thread | None = None
-        self._gatekeeper: Gatekeeper | None = None
+        self._keys = QueueKeys()
+        self._gatekeeper = Gatekeeper(self._context, self._keys)
 
     def start(self) -> QueueAccess:
         """Open the socket on a free port and serve it from a new thread.
@@ -111,11 +110,9 @@ class QueueServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone is an error, not silence
-        if self._keys is not None:
-            self._gatekeeper = Gatekeeper(self._context, self._keys)
-            self._gatekeeper.start()
-            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server.secret)
+        self._gatekeeper.start()
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server.secret)
         try:
             ends = {"min_port": self._ports.start, "max_port": self._ports.stop} if self._ports else {}
             port = self._socket.bind_to_random_port(f"tcp://{self._bind}", **ends)
@@ -133,16 +130,14 @@ class QueueServer:
 
     def access(self, role: Role) -> QueueAccess:
         """Return what clients of a role connect with, once the server has started."""
-        access = QueueAccess(self._endpoint) if self._keys is None else self._keys.access(role, self._endpoint)
-        return replace(access, max_message_bytes=self._max_message_bytes)
+        return self._keys.access(role, self._endpoint, max_message_bytes=self._max_message_bytes)
 
     def close(self) -> None:
         """Stop serving; parked requests are answered with an error. Idempotent, ends within a second."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        if self._gatekeeper is not None:
-            self._gatekeeper.stop()
+        self._gatekeeper.stop()
         self._context.destroy(linger=_FAREWELL_MS)
 
     def _serve(self) -> None:
@@ -151,7 +146,7 @@ class QueueServer:
             wait_s = min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)
             self._socket.poll(int(1000 * wait_s) + 1)
             self._receive_burst()
-            self._service.expire()
+            self._service.ledger.expire()
             self._answer_parked()
             self._answer_overdue()
         for request in self._all_parked():
@@ -210,8 +205,7 @@ class QueueServer:
             if len(rest) != 2:
                 raise WireError(f"a request has 2 frames, got {len(rest)}: use the clients of areal_lite")
             op, fields = _read_payload(rest[1])
-            if self._keys is not None:
-                self._authorise(frames[0].get("User-Id"), op, fields)
+            self._authorise(frames[0].get("User-Id"), op, fields)
         except Exception as error:
             self._send(peer, rest[0] if rest else b"", _error_answer(error))
             return
@@ -231,8 +225,9 @@ class QueueServer:
 
     def _authorise(self, role: str, op: str, fields: dict[str, Any]) -> None:
         """Raise when a role does not have a request, or the work is lent to the other kind of worker."""
-        lent_to = self._service.lent_to(fields["lease_id"]) if "lease_id" in fields else None
-        if op not in ALLOWED[role] or (role != Role.CONTROLLER and lent_to not in (None, role)):
+        held = self._service.ledger.find_lease(fields["lease_id"]) if "lease_id" in fields else None
+        is_others = held is not None and role not in (Role.CONTROLLER, LENT_TO[held.group.state])
+        if op not in ALLOWED[role] or is_others:
             raise WireError(f"a {role} may request only its own work, got {op}: use the clients of its actors")
 
     def _dismiss(self, worker: str | None) -> None:
@@ -251,7 +246,7 @@ class QueueServer:
         except Exception as error:
             result, answer = None, _error_answer(error)
         if not self._send(request.peer, request.request_id, answer) and request.op in NOT_REPEATABLE:
-            self._service.take_back([lease.lease_id for lease in result or ()])
+            self._service.ledger.take_back([lease.lease_id for lease in result or ()])
         return True
 
     def _send(self, peer: bytes, request_id: bytes, answer: bytes) -> bool:

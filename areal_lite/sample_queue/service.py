@@ -12,7 +12,6 @@ from typing import Any
 
 from areal_lite.data.cursor import Cursor
 from areal_lite.errors import CheckpointError, LedgerError, WireError
-from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.records import QueueStatus, Rewards, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
@@ -23,7 +22,6 @@ _PART_BYTES = 2**23
 """Of a part of a save, unless one group has more."""
 _DEAD_AFTER_S = 600.0
 """A worker without a heartbeat for so long is dead, even if nobody reported it, or its last request came after that."""
-_LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
 
 
 @dataclass(slots=True)
@@ -33,7 +31,7 @@ class _Worker:
     progress: int = 0
 
 
-class QueueRequests:
+class QueueService:
     """Every public method is a request: its fields are keyword-only, and their types are checked as they arrive.
 
     Three carry `wait_s`: the server parks them until there is something to answer or `wait_s` seconds are over, so that
@@ -60,7 +58,7 @@ class QueueRequests:
             seed: Of the run; together with the version it orders the rows of a batch.
             clock: The ledger's clock, for the ages that `status` shows.
         """
-        self._ledger, self._cursor = ledger, cursor
+        self.ledger, self._cursor = ledger, cursor  # the server asks the ledger itself about leases
         self._deal = partial(ShardedBatch, num_minibatches=num_minibatches, num_ranks=num_ranks, run_seed=seed)
         self._clock = clock
         self.num_parked = 0
@@ -83,16 +81,16 @@ class QueueRequests:
         self._find_worker(worker).role = "rollout"
         if not self._admission_open:
             return []
-        for _ in range(min(limit - self._ledger.num_waiting, self._ledger.capacity())):
-            self._ledger.admit(self._cursor.next().prompt_id)
-        return [self._whole(held) for held in self._ledger.lease_rollout(worker, limit=limit)]
+        for _ in range(min(limit - self.ledger.num_waiting, self.ledger.capacity())):
+            self.ledger.admit(self._cursor.next().prompt_id)
+        return [self._whole(held) for held in self.ledger.lease_rollout(worker, limit=limit)]
 
     def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` generated groups to score; empty when none came up within `wait_s` seconds."""
         self._find_worker(worker).role = "verify"
         if not self._has_opened:  # a worker may be about to present what it holds
             return []
-        return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
+        return [self._whole(held) for held in self.ledger.lease_verify(worker, limit=limit)]
 
     def present(self, *, worker: str, lease: Lease) -> bool:
         """Keep a lease from the queue that this one replaced, until admission opens. False: stop working on it."""
@@ -100,9 +98,9 @@ class QueueRequests:
             return False
         self._find_worker(worker).role = "verify" if lease.group.samples else "rollout"
         # The prompt may have been drawn after the state was saved from which this queue started: draw up to it again.
-        while not self._ledger.knows(lease.group.group_id) and self._ledger.capacity():
-            self._ledger.admit(self._cursor.next().prompt_id)
-        return self._ledger.adopt(worker, lease)
+        while not self.ledger.knows(lease.group.group_id) and self.ledger.capacity():
+            self.ledger.admit(self._cursor.next().prompt_id)
+        return self.ledger.adopt(worker, lease)
 
     def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
         """Keep the named leases alive; return those that are not: stop working on them.
@@ -114,16 +112,16 @@ class QueueRequests:
         # A worker that was restarted under its old name counts from 0 again.
         self._reported_progress += progress - seen.progress if progress >= seen.progress else progress
         seen.progress = progress
-        return self._ledger.renew(worker, lease_ids)
+        return self.ledger.renew(worker, lease_ids)
 
     def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool:
         """Hand in the samples of a group. False: the lease was no longer alive, and the samples are ignored."""
-        return self._ledger.complete_rollout(lease_id, samples)
+        return self.ledger.complete_rollout(lease_id, samples)
 
     def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
         """Hand in one score per sample. False: the lease was no longer alive, and the scores are ignored."""
-        held = self._ledger.find_lease(lease_id)
-        counts = self._ledger.complete_verify(lease_id, scores)
+        held = self.ledger.find_lease(lease_id)
+        counts = self.ledger.complete_verify(lease_id, scores)
         pass_rate = _pass_rate(scores)
         if counts and held is not None and pass_rate is not None:
             self._cursor.observe(held.group.prompt_id, pass_rate)
@@ -131,12 +129,12 @@ class QueueRequests:
 
     def fail(self, *, lease_id: str, reason: str) -> bool:
         """End a leased group as failed. False: the lease was no longer alive."""
-        return self._ledger.fail(lease_id, reason)
+        return self.ledger.fail(lease_id, reason)
 
     def forget(self, *, worker: str) -> list[str]:
         """Take back every lease of a worker known to be dead, and return their ids; its waiting requests end empty."""
         self._workers.pop(worker, None)
-        return self._ledger.forget(worker)
+        return self.ledger.forget(worker)
 
     def _find_worker(self, worker: str) -> _Worker:
         return self._workers.setdefault(worker, _Worker(seen_at=self._clock()))
@@ -148,14 +146,14 @@ class QueueRequests:
         return Lease(
             lease_id=held.lease_id,
             group=Group(group_id=group.group_id, prompt=prompt, samples=group.samples),
-            version=self._ledger.version,
+            version=self.ledger.version,
         )
 
     # Trainer
 
     def take(self, *, batch_id: str, wait_s: float) -> Rewards | None:
         """Take the next batch under a name the caller chose; None when none was complete within `wait_s` seconds."""
-        batch = self._ledger.take(batch_id)
+        batch = self.ledger.take(batch_id)
         if batch is None:
             return None
         if self._batch is None:
@@ -172,11 +170,11 @@ class QueueRequests:
 
     def complete_step(self, *, batch_id: str) -> int:
         """The batch is trained and its weights are published: move the version, and return it."""
-        self._ledger.complete_step(batch_id)
+        self.ledger.complete_step(batch_id)
         # A request that is repeated late must not touch the next batch.
         if self._batch is not None and self._batch.batch.batch_id == batch_id:
             self._batch = None
-        return self._ledger.version
+        return self.ledger.version
 
     def _find_batch(self, batch_id: str) -> ShardedBatch:
         if self._batch is None or self._batch.batch.batch_id != batch_id:
@@ -197,23 +195,32 @@ class QueueRequests:
     def abandon(self) -> dict[str, int]:
         """End the run: close admission, give up every group not trained yet, and return the final counts."""
         self._admission_open = False
-        self._ledger.abandon_outstanding()
+        self.ledger.abandon_outstanding()
         self._batch = None
-        return self._ledger.counts()
+        return self.ledger.counts()
 
     def status(self) -> QueueStatus:
         """Return counts and workers."""
-        since = self._clock() - _DEAD_AFTER_S
-        self._workers = {
-            name: one for name, one in self._workers.items() if one.seen_at > since or self._ledger.held_by(name)[0]
-        }
+        now = self._clock()
+        workers: dict[str, WorkerStatus] = {}
+        for name, worker in list(self._workers.items()):
+            num_leases, oldest = self.ledger.held_by(name)
+            if worker.seen_at <= now - _DEAD_AFTER_S and not num_leases:
+                del self._workers[name]
+                continue
+            workers[name] = WorkerStatus(
+                role=worker.role,
+                heartbeat_age_s=now - worker.seen_at,
+                leases=num_leases,
+                oldest_lease_age_s=0.0 if oldest is None else now - oldest,
+            )
         return QueueStatus(
-            version=self._ledger.version,
-            counts=self._ledger.counts(),
-            capacity=self._ledger.capacity(),
-            missing=self._ledger.missing(),
-            progress=self._ledger.progress + self._reported_progress,
-            workers={name: self._worker_status(name) for name in self._workers},
+            version=self.ledger.version,
+            counts=self.ledger.counts(),
+            capacity=self.ledger.capacity(),
+            missing=self.ledger.missing(),
+            progress=self.ledger.progress + self._reported_progress,
+            workers=workers,
             parked=self.num_parked,
         )
 
@@ -226,7 +233,7 @@ class QueueRequests:
             LedgerError: It is neither 0, nor the last part, nor the next one.
         """
         if part == 0:
-            state = {"cursor": self._cursor.state(), "ledger": self._ledger.state()}
+            state = {"cursor": self._cursor.state(), "ledger": self.ledger.state()}
             groups, state["ledger"]["groups"]["outstanding"] = state["ledger"]["groups"]["outstanding"], []
             self._saving, self._saved = encode_in_parts(state, groups), (-1, b"")
         if part == self._saved[0] + 1:
@@ -234,33 +241,6 @@ class QueueRequests:
         if part != self._saved[0]:
             raise LedgerError(f"the parts of a save are read in order, got {part} after {self._saved[0]}: begin with 0")
         return self._saved[1]
-
-    def _worker_status(self, name: str) -> WorkerStatus:
-        worker, now = self._workers[name], self._clock()
-        num_leases, oldest = self._ledger.held_by(name)
-        return WorkerStatus(
-            role=worker.role,
-            heartbeat_age_s=now - worker.seen_at,
-            leases=num_leases,
-            oldest_lease_age_s=0.0 if oldest is None else now - oldest,
-        )
-
-
-class QueueService(QueueRequests):
-    """The requests, and what only their server needs."""
-
-    def expire(self) -> None:
-        """Take back the leases whose heartbeats stopped; to be called often."""
-        self._ledger.expire()
-
-    def take_back(self, lease_ids: Sequence[str]) -> None:
-        """Undo leases that never reached their worker."""
-        self._ledger.take_back(lease_ids)
-
-    def lent_to(self, lease_id: str) -> str | None:
-        """Return the kind of worker that holds a living lease, `rollout` or `verifier`; None without one."""
-        held = self._ledger.find_lease(lease_id)
-        return None if held is None else _LENT_TO[held.group.state]
 
 
 def _joined(parts: Iterator[bytes], size: int) -> bytes:

@@ -60,7 +60,7 @@ def keep(service: QueueService) -> None:
     """A group is verified out of turn: a worker presents it to a queue that took over."""
     service.close_admission()
     (lease,) = service.lease_verify(worker="old", limit=1, wait_s=0.0)
-    service.take_back([lease.lease_id])
+    service.ledger.take_back([lease.lease_id])
     assert service.present(worker="verifier/0", lease=dataclasses.replace(lease, lease_id=f"{lease.lease_id}/kept"))
     service.forget(worker="verifier/0")
     service.open_admission()
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[QueueService], object]] = {
     "status": lambda service: service.status(),
     "a group's way": round_trip,
     "a lease that is kept": keep,
-    "expire": lambda service: service.expire(),
+    "expire": lambda service: service.ledger.expire(),
     "refused take": lambda service: service.take(batch_id="b", wait_s=0.0),
     "forget": lambda service: service.forget(worker="nobody"),
 }

@@ -114,7 +114,9 @@ def test_a_wait_of_strange_length_does_no_harm() -> None:
 def test_heartbeats_that_arrived_while_the_server_was_busy_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with leases looked at before the messages that wait."""
     clock, sockets, make = FakeClock(), list[Any](), zmq.Context.socket
-    monkeypatch.setattr(zmq.Context, "socket", lambda *given: sockets.append(make(*given)) or sockets[-1])
+    monkeypatch.setattr(
+        zmq.Context, "socket", lambda *given, **named: sockets.append(make(*given, **named)) or sockets[-1]
+    )
 
     class SlowCursor(FakeCursor):
         def next(self) -> Prompt:

@@ -54,7 +54,7 @@ def make_queue(
     """A server that is not started: two groups of three samples a step, two minibatches, two ranks."""
     dealt: dict[str, Any] = {"num_minibatches": 2, "num_ranks": 2, "seed": 0}
     dealt |= {name: changes.pop(name) for name in list(dealt) if name in changes}
-    options: dict[str, Any] = {"max_message_bytes": 2**20, "keys": None}
+    options: dict[str, Any] = {"max_message_bytes": 2**20}
     options |= {name: changes.pop(name) for name in [*options, "bind", "ports"] if name in changes}
     clock = clock or FakeClock()
     ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
@@ -63,7 +63,7 @@ def make_queue(
 
 @contextmanager
 def serving(**changes: Any) -> Iterator[QueueAccess]:
-    """Run a server without keys; yields the access to it."""
+    """Run a server; yields the controller's access to it."""
     server = make_queue(**changes)
     try:
         yield server.start()
@@ -85,6 +85,9 @@ def dealer(access: QueueAccess, prepare: Callable[[Any], None] = lambda _: None)
     """A socket that sends given messages; `prepare` sets its options before it connects."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
+    if access.keys is not None:
+        socket.curve_serverkey = access.server_key
+        socket.curve_publickey, socket.curve_secretkey = access.keys.public, access.keys.secret
     prepare(socket)
     socket.connect(access.endpoint)
     try:
