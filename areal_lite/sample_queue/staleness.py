@@ -77,26 +77,18 @@ def own_mask(spans: Sequence[VersionSpan]) -> npt.NDArray[np.bool_]:
     return np.repeat([span.version != GIVEN for span in spans], [span.end - span.start for span in spans])
 
 
-def trainable_mask(
-    spans: Sequence[VersionSpan], *, num_tokens: int, version: int, max_staleness: float
-) -> npt.NDArray[np.bool_]:
+def trainable_mask(spans: Sequence[VersionSpan], *, version: int, max_staleness: float) -> npt.NDArray[np.bool_]:
     """Return which tokens may carry a gradient: those that the model produced, of age <= eta.
 
     Args:
-        spans: Version spans that cover the tokens 0..T without gaps.
-        num_tokens: T; a different coverage of `spans` is an error, not a shorter mask.
+        spans: Version spans that cover the tokens 0..T without gaps, which `Sample` checks.
         version: Trainer version when the batch was taken.
         max_staleness: eta >= 0, or any other `age_limit`.
 
     Returns:
         [T] booleans.
-
-    Raises:
-        ValueError: The spans do not cover exactly `num_tokens` tokens.
     """
     ages = token_ages(spans, version=version)
-    if len(ages) != num_tokens:
-        raise ValueError(f"version spans must cover {num_tokens} tokens, got {len(ages)}: pass the sample's own spans")
     return (ages >= 0) & (ages <= max_staleness)
 
 

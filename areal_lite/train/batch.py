@@ -71,7 +71,7 @@ class Tokens:
             return torch.tensor(np.concatenate([np.empty(0, np.bool_), *map(of, samples)]), dtype=kind).to(device)
 
         def is_young(sample: Sample) -> npt.NDArray[np.bool_]:
-            return trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=limit)
+            return trainable_mask(sample.spans, version=version, max_staleness=limit)
 
         logprobs_T = join(lambda sample: sample.logprobs, torch.float32)
         trains_T = torch.tensor(rows.spread(_training_rows(shard, config))).to(device)

@@ -378,7 +378,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The trainer's mask, made from spans, keeps exactly the tokens that are young enough."""
         eta, version = self.settings.max_staleness, self.model.version
         for tokens, sample in zip(group.tokens, taken.samples, strict=True):
-            mask = trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=eta)
+            mask = trainable_mask(sample.spans, version=version, max_staleness=eta)
             assert mask.tolist() == [version - token <= eta for token in tokens]
 
     @rule(action=st.sampled_from(["repeat", "publish", "publish twice"]))

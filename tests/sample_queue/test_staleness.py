@@ -63,15 +63,9 @@ def test_token_ages_and_mask() -> None:
         VersionSpan(version=6, start=3, end=5),
     ]
     np.testing.assert_array_equal(staleness.token_ages(spans, version=7), [4, 4, 3, 1, 1])
-    mask = staleness.trainable_mask(spans, num_tokens=5, version=7, max_staleness=3)
+    mask = staleness.trainable_mask(spans, version=7, max_staleness=3)
     assert mask.dtype == np.bool_
     np.testing.assert_array_equal(mask, [False, False, True, True, True])
-
-
-def test_mask_refuses_spans_of_another_length() -> None:
-    spans = [VersionSpan(version=0, start=0, end=4)]
-    with pytest.raises(ValueError, match="must cover 5 tokens, got 4"):
-        staleness.trainable_mask(spans, num_tokens=5, version=0, max_staleness=0)
 
 
 @given(
@@ -88,7 +82,7 @@ def test_counting_agrees_with_the_mask(lengths: list[int], steps: list[int], beh
         for v, length, end in zip(versions, lengths, ends, strict=False)
     ]
     version = spans[-1].version + behind
-    mask = staleness.trainable_mask(spans, num_tokens=ends[-1], version=version, max_staleness=eta)
+    mask = staleness.trainable_mask(spans, version=version, max_staleness=eta)
     assert staleness.num_trainable(spans, version=version, max_staleness=eta) == mask.sum()
 
 

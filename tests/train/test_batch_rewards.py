@@ -105,7 +105,7 @@ def test_given_tokens_have_no_age() -> None:
     """They are not trainable, not stale, and do not make a sample old. Seen failing with -1 taken for a version."""
     sample = turns(3)
     assert staleness.token_ages(sample.spans, version=5).tolist() == [2, 2, -1, -1, 2]
-    mask = staleness.trainable_mask(sample.spans, num_tokens=5, version=5, max_staleness=2)
+    mask = staleness.trainable_mask(sample.spans, version=5, max_staleness=2)
     assert mask.tolist() == [True, True, False, False, True]
     assert staleness.num_trainable(sample.spans, version=5, max_staleness=2) == 3
     assert staleness.num_trainable(sample.spans, version=5, max_staleness=1) == 0
