@@ -86,11 +86,6 @@ class GroupRecord:
         return f"{self.prompt_id}#{self.attempt}"
 
     @property
-    def age_order(self) -> tuple[int, int]:
-        """Sort key, oldest first. A group that was generated again is as young as its new tokens."""
-        return self.admitted_version, self.sequence
-
-    @property
     def oldest_version(self) -> int:
         """Version of the oldest token, or the oldest it can be while the samples are not known."""
         versions = [sample.oldest_version for sample in self.samples]
@@ -101,12 +96,13 @@ def _leave_order(group: GroupRecord) -> tuple[int, int]:
     """Return the sort key of the order in which groups leave a state; it stays the same while the group is in it.
 
     Groups are lent in the order of admission, those that came back from a lost worker after the others, as they may
-    have killed it; ready ones leave by age. Groups that are lent or taken leave in any order.
+    have killed it. Ready groups leave by age; one that was generated again is as young as its new tokens. Groups that
+    are lent or taken leave in any order.
     """
     if group.state in (GroupState.WAITING, GroupState.GENERATED):
         return group.num_lost, group.sequence
     if group.state is GroupState.READY:
-        return group.age_order
+        return group.admitted_version, group.sequence
     return 0, group.sequence
 
 
@@ -231,7 +227,8 @@ class GroupTable:
     def _leave(self, group: GroupRecord) -> None:
         del self._by_id[group.group_id]
         of_state = self._by_state[group.state]
-        del of_state[bisect.bisect_left(of_state, _leave_order(group), key=_leave_order)]
+        removed = of_state.pop(bisect.bisect_left(of_state, _leave_order(group), key=_leave_order))
+        assert removed is group
         of_version = self._by_version[group.admitted_version]
         of_version.remove(group)
         if not of_version:
