@@ -43,7 +43,6 @@ class Places:
         self.placement = Placement(nodes, bundles)
         self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
-        self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
 
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
         """Start the actor of a lane such as `rollout/0`; returns its handle without waiting."""
@@ -75,15 +74,15 @@ class Places:
     def has_place(self, lane: str) -> bool:
         """Whether a worker can start: on its node, or, if that is gone or the worker is new, on one with room."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if self._node_of.get(lane) in alive:
+        if self.placement.key_of.get(lane) in alive:
             return True  # on a node that is gone, Ray would wait for it
         if not isinstance(self.config, Config) or self.config.weights.transport == "ipc":
             return False  # an engine shares its rank's GPU
         nodes = _nodes()
-        bundle = place_for(lane, self.config, nodes, lanes_at=Counter(self._node_of.values()))
+        bundle = place_for(lane, self.config, nodes, lanes_at=Counter(self.placement.key_of.values()))
         if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
             return False
-        self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
+        self._place_of[lane] = group, 0
         self.placement.settle(lane, nodes[bundle.node])
         return True
 

@@ -11,7 +11,7 @@ from areal_lite.launch.run.plan import Bundle, Node
 
 
 def node(name: str, port: int) -> Node:
-    return Node(name=name, address="127.0.0.1", port=port, cores=1, gpus=0, free_gpus=0)
+    return Node(name=name, key=name, address="127.0.0.1", port=port, cores=1, gpus=0, free_gpus=0)
 
 
 @pytest.fixture
