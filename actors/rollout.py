@@ -47,7 +47,7 @@ class RolloutActor(MeasuredProcess):
         if self._config.weights.transport == "nccl" and self._config.run.network is not None:
             use_interface_of(local_address(self._config.run.network))  # as the ranks do; child processes inherit it
         self._engine = await self._start_engine()
-        self._make_worker(workflows)
+        self._make_worker(self._access, workflows)
 
     async def _start_engine(self) -> VllmEngine:
         if servers := self._config.rollout.servers:
@@ -63,7 +63,6 @@ class RolloutActor(MeasuredProcess):
 
     async def reconnect(self, access: QueueAccess) -> tuple[int, int]:
         """Continue at the sample queue that replaced a dead one, as the worker's `reconnect` does."""
-        self._access = access
         return await self._worker.reconnect(access)
 
     async def move_to(self, access: QueueAccess) -> None:
@@ -72,7 +71,6 @@ class RolloutActor(MeasuredProcess):
         Raises:
             EngineError: A request does not end.
         """
-        self._access = access
         await self._worker.stop()
         self._client.close()
         await self._until_resumed()
@@ -84,10 +82,10 @@ class RolloutActor(MeasuredProcess):
                 await self._engine.weights_call("finish_weight_update")
             self._open_update = None
         self._opens_update = False
-        self._make_worker(load_workflows(self._config))
+        self._make_worker(access, load_workflows(self._config))
 
-    def _make_worker(self, workflows: Workflows) -> None:
-        self._client = AsyncQueueClient(self._access, timeout_s=self._config.queue.lease_timeout_s)
+    def _make_worker(self, access: QueueAccess, workflows: Workflows) -> None:
+        self._client = AsyncQueueClient(access, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = RolloutWorker(self._client, self._engine, self._config, events=self._events, workflows=workflows)
 
     async def run(self) -> None:

@@ -37,22 +37,20 @@ class VerifierActor(MeasuredProcess):
             start_timeout_s=config.run.start_timeout_s,
         )
         await self._verifiers.start()
-        self._make_worker()
+        self._make_worker(self._access)
 
     async def reconnect(self, access: QueueAccess) -> tuple[int, int]:
         """Connect to the queue that replaced a dead one; see the worker's `reconnect`."""
-        self._access = access
         return await self._worker.reconnect(access)
 
     async def move_to(self, access: QueueAccess) -> None:
         """Drop all work for a dead queue and connect to another; then call `run`."""
         await self._worker.stop()
         self._client.close()
-        self._access = access
-        self._make_worker()
+        self._make_worker(access)
 
-    def _make_worker(self) -> None:
-        self._client = AsyncQueueClient(self._access, timeout_s=self._config.queue.lease_timeout_s)
+    def _make_worker(self, access: QueueAccess) -> None:
+        self._client = AsyncQueueClient(access, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
             self._client,
             self._verifiers,
