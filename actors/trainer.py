@@ -6,6 +6,7 @@ The controller's process imports this module too, and has no use for torch, tran
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,14 +142,12 @@ class OnlineTrainerActor(TrainerActor):
 
     def connect(self, engines: dict[str, Any], kept: list[str]) -> dict[str, str | None]:
         """Make exactly these rollout actors the receivers of publications; `kept` ones are connected already."""
-        weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
-
-        def client(handles: dict[str, Any]) -> EngineClient:
-            return EngineClient(handles, ranks_per_engine=ranks, timeout_s=weights.timeout_s)
-
+        ranks = self._config.rollout.tensor_parallel
+        client = partial(EngineClient, ranks_per_engine=ranks, timeout_s=self._config.weights.timeout_s)
         clients = {name: client({name: handle}) for name, handle in engines.items()}
-        group: dict[str, Any] = {"group_client": client(engines), "num_engine_ranks": ranks * len(engines)}
-        return self._publisher.connect(clients, kept=kept, **group)
+        return self._publisher.connect(
+            clients, kept=kept, group_client=client(engines), num_engine_ranks=ranks * len(engines)
+        )
 
     def publish(self) -> tuple[dict[str, str | None], dict[str, float]]:
         """Return per engine why it failed, or None, and the speed at which it received (`WeightPublisher`)."""
