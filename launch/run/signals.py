@@ -50,14 +50,14 @@ class Interrupts:
         self.notice = ""
         """Signal of a batch system, or another reason to save in little time; empty if there is none."""
         self._save_deadline_s, self._ends_at = save_deadline_s, 0.0
-        self._is_asked = self._is_announced = False
         self._why = ""
+        self._is_announced = False
         self._presses = 0
         self._at_once = True
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
-        return self._is_asked
+        return bool(self._why)
 
     @property
     def why(self) -> str:
@@ -66,7 +66,7 @@ class Interrupts:
 
     def is_unannounced(self) -> bool:
         """Whether a stop was requested since the last call."""
-        before, self._is_announced = self._is_announced, self._is_asked
+        before, self._is_announced = self._is_announced, bool(self)
         return self._is_announced and not before
 
     def is_overdue(self) -> bool:
@@ -75,7 +75,7 @@ class Interrupts:
 
     def request_stop(self, why: str = "on_step") -> None:
         """Request a stop, as one Ctrl-C does."""
-        self._is_asked, self._why = True, self._why or why
+        self._why = self._why or why
 
     def give_notice(self, why: str) -> None:
         """Request a stop within the deadline for saving."""
@@ -100,7 +100,7 @@ class Interrupts:
                 is raised inside a destructor or a library's callback.
         """
         self._at_once = at_once
-        if self._is_asked:
+        if self:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: Any) -> None:
