@@ -63,10 +63,7 @@ class OnlineController(Controller):
         """Checks of the rows so far that have found nothing yet: each warns once."""
         self._first_version = 0
         self._parity = ParityCheck(
-            self._config,
-            model_folder=self._model_folder,
-            ask=lambda *arguments, **named: self._ask(*arguments, **named),
-            report=self._report_parity,
+            self._config, model_folder=self._model_folder, ask=self._ask, report=self._report_parity
         )
         self._wanted: Mapping[Role, int] = {}
         """Numbers of workers asked for by `areal-lite scale`, until the next wait for a batch."""
@@ -145,16 +142,15 @@ class OnlineController(Controller):
     def _wait_for_batch(self, batch_id: str) -> Rewards | None:
         queue = self._cluster.queue
         self._watchdog.restart()
-        self._scale()
-        self._cluster.check_workers()
         ended_before: int | None = None
         wait_s = 0.0
-        while (rewards := queue.take(batch_id=batch_id, wait_s=wait_s)) is None:
-            wait_s = POLL_S
-            if self._interrupts:
-                return None
+        while True:
             self._scale()
             self._cluster.check_workers()
+            rewards = queue.take(batch_id=batch_id, wait_s=wait_s)
+            if rewards is not None or self._interrupts:
+                return rewards
+            wait_s = POLL_S
             if self._cluster.is_halted:
                 self._watchdog.restart()
             if self._cluster.awaits_publication:
@@ -169,7 +165,6 @@ class OnlineController(Controller):
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
-        return rewards
 
     def _check_progress(self, reading: Hashable, *, waiting_for: str, culprit: Callable[[], str]) -> None:
         """Check a wait for workers: where one of them hangs it is replaced, and only then does the wait fail."""
