@@ -70,6 +70,8 @@ class Poller:
         self._method = method
         self._calls = Calls({})
         self._asked_at: dict[str, float] = {}
+        self.latest: dict[str, Any] = {}
+        """The last answer of each actor that was polled last."""
 
     def poll(self, handles: Mapping[str, Any], *, wait_s: float) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Call every actor that owes no answer.
@@ -87,6 +89,8 @@ class Poller:
         self._asked_at = {name: self._asked_at[name] if name in owed else now for name in handles}
         self._calls = Calls(owed | called)
         failed = self._calls.failures(wait_s, silent=owed)
+        known = self.latest | self._calls.values
+        self.latest = {name: known[name] for name in handles if name in known}
         return self._calls.values, failed
 
     def silent(self) -> dict[str, float]:

@@ -75,7 +75,6 @@ class Cluster:
         self._reports, self._memory_polls = Poller("collect"), Poller("memory_mb")
         self.publish_mb_s = dict[str, float]()
         """The speed at which each engine received the last weights, where each has a connection of its own."""
-        self._memory_mb = dict[str, int]()
         self._has_started = False
         self._spawn_core(queue_state)
 
@@ -324,11 +323,9 @@ class Cluster:
     def memory_mb(self) -> dict[str, int]:
         """Return the memory of each process of the run in MiB, as last measured; nothing is waited for."""
         actors = {**self._workers, **self.ranks.handles, "queue": self._queue_actor}
-        measured, _ = self._memory_polls.poll(actors, wait_s=0.0)
-        known = self._memory_mb | measured
-        self._memory_mb = {name: known[name] for name in actors if name in known}
+        self._memory_polls.poll(actors, wait_s=0.0)
         # Below this process there may be a Ray of its own, with all actors.
-        return self._memory_mb | {"controller": resident_mb([psutil.Process()])}
+        return self._memory_polls.latest | {"controller": resident_mb([psutil.Process()])}
 
     def replace_silent(self, after_s: float) -> list[str]:
         """Give up workers that have not reported for so long: their processes hang. Returns their names."""

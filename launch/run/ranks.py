@@ -31,7 +31,6 @@ class Ranks:
             f"trainer/{rank}": places.spawn(kind, f"trainer/{rank}", rank=rank) for rank in range(num_ranks)
         }
         self._progress = Poller("progress")
-        self._readings: dict[str, int] = {}
 
     def start(self, **arguments: Any) -> Calls:
         """Form the process group and load models; returns the pending calls.
@@ -98,11 +97,10 @@ class Ranks:
         Raises:
             TrainerError: A rank is dead.
         """
-        readings, failed = self._progress.poll(self.handles, wait_s=0)
+        _, failed = self._progress.poll(self.handles, wait_s=0)
         for name, error in failed.items():
             raise self.blame(name, error) from error
-        self._readings |= readings
-        return tuple(self._readings.values())
+        return tuple(self._progress.latest.values())
 
     def stop(self) -> None:
         """Have every rank leave the process group."""
