@@ -48,10 +48,6 @@ class Collector:
             events += lane.drain()
         self._recorder.feed(events)
 
-    def failures(self) -> dict[str, int]:
-        """Failed verifications so far, by reason, without those of `reward_watch`, which cost no sample."""
-        return _added(figures["failures"] for name, figures in self._verifiers() if not name.startswith(WATCHED))
-
     def _verifiers(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield each worker's figures of each verifier."""
         for gauges in self._gauges.values():
@@ -61,40 +57,43 @@ class Collector:
         """The first error message of each reason for which episodes failed."""
         return {name: text for gauges in self._gauges.values() for name, text in gauges.get("errors", {}).items()}
 
-    def verifiers(self) -> dict[str, Any]:
-        """Failed verifications by reason, and each verifier's own figures, over all workers."""
+    def figures(self) -> dict[str, Any]:
+        """Figures of a row, over all workers so far: verifiers', prefix-cache hits, agents' calls without a field."""
         parts = defaultdict[str, list[Mapping[str, Any]]](list)
         for name, figures in self._verifiers():
             parts[name].append(figures)
-        together = {name: _together(parts[name]) for name in sorted(parts)}
-        return {"verifier_failures": self.failures(), "verifiers": together}
-
-    def engines(self) -> dict[str, Any]:
-        """Prefix-cache hits of the engines, and agents' calls served without a field that they asked for."""
-        context, cached = (
-            sum(gauges.get(name, 0) for gauges in self._gauges.values()) for name in ("context_tokens", "cached_tokens")
-        )
+        context = self._total("context_tokens")
         return {
-            "prefix_cache_hit_fraction": cached / context if context else None,
+            "verifier_failures": self._failures(),
+            "verifiers": {name: _together(parts[name]) for name in sorted(parts)},
+            "prefix_cache_hit_fraction": self._total("cached_tokens") / context if context else None,
             "agent_calls_unconstrained": self._unconstrained(),
         }
 
+    def _failures(self) -> dict[str, int]:
+        """Failed verifications so far, by reason, without those of `reward_watch`, which cost no sample."""
+        return _added(figures["failures"] for name, figures in self._verifiers() if not name.startswith(WATCHED))
+
     def _unconstrained(self) -> dict[str, int]:
+        """Agents' calls served without a field that they asked for, by field."""
         return _added(gauges.get("unconstrained", {}) for gauges in self._gauges.values())
+
+    def _total(self, gauge: str) -> float:
+        return float(sum(gauges.get(gauge, 0) for gauges in self._gauges.values()))
 
     def tokens(self) -> float:
         """Tokens generated so far, lost workers included."""
-        return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
+        return self._total("tokens")
 
     def work(self) -> tuple[float, float]:
         """Tokens generated and verifier calls so far: grows while workers work."""
-        return self.tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
+        return self._total("tokens"), self._total("calls")
 
     def _print_problems(self) -> None:
         """Print each kind of problem once."""
         problems = {}
         outcome = "such samples are dropped and counted; see"
-        for reason in self.failures():
+        for reason in self._failures():
             problems[reason] = f"a verification failed ({reason}): {outcome} {self._logs}/verifier-*.log"
         for name, figures in self._verifiers():
             if name.startswith(WATCHED) and figures["failures"]:

@@ -271,8 +271,7 @@ class OnlineController(Controller):
         status = self._cluster.queue.status()
         row: Mapping[str, Any] = self._recorder.step(
             record["stats"]
-            | self._collector.verifiers()
-            | self._collector.engines()
+            | self._collector.figures()
             | {"workers": self._cluster.states(), "memory_mb": self._cluster.memory_mb()}
             | {"publish_mb_s": self._cluster.publish_mb_s},
             step=self._version,

@@ -54,7 +54,7 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     collect(7, SECOND, Change("rollout/1", State.HEALTHY))
     collect(7, SECOND, *(Change(f"{role}/2", State.DEAD, "it fails") for role in ("rollout", "verifier")))
     assert collector.tokens() == 107
-    assert collector.verifiers()["verifiers"]["sum"] == {
+    assert collector.figures()["verifiers"]["sum"] == {
         "calls": 15, "timeouts": 1, "restarts": 2, "busy": 0, "waiting": 3,
         "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,
     }  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_first_error_of_each_reason_is_said_once() -> None:
     scoring = {"verifiers": {"sum": FIRST | {"failures": {"nan": 2}}, "watch/truth": SECOND}}
     for gauges in ({"verifier/0": scoring}, {"verifier/1": scoring, "rollout/0": told["rollout/0"]}, told):
         watched.collect(gauges)
-    assert watched.collector.failures() == {"nan": 4}
+    assert watched.collector.figures()["verifier_failures"] == {"nan": 4}
     assert watched.lines == [
         "a verification failed (nan): such samples are dropped and counted; see logs/verifier-*.log",
         "watch/truth failed (timeout, nan): its figures lack those samples; see logs/verifier-*.log",
@@ -94,10 +94,12 @@ def test_calls_served_unconstrained_are_counted_and_said_once() -> None:
     one = {"unconstrained": {"tool_choice": 2}, "context_tokens": 100, "cached_tokens": 40}
     two = {"unconstrained": {"tool_choice": 1, "temperature": 5}, "context_tokens": 100, "cached_tokens": 20}
     watched.collect({})
-    assert watched.collector.engines() == {"prefix_cache_hit_fraction": None, "agent_calls_unconstrained": {}}
+    before = watched.collector.figures()
+    assert (before["prefix_cache_hit_fraction"], before["agent_calls_unconstrained"]) == (None, {})
     watched.collect({"rollout/0": one})
     watched.collect({"rollout/0": one, "rollout/1": two})
-    counts = {"tool_choice": 3, "temperature": 5}
-    assert watched.collector.engines() == {"prefix_cache_hit_fraction": 0.3, "agent_calls_unconstrained": counts}
+    found = watched.collector.figures()
+    assert found["prefix_cache_hit_fraction"] == 0.3
+    assert found["agent_calls_unconstrained"] == {"tool_choice": 3, "temperature": 5}
     (line,) = watched.lines
     assert line.startswith("agents' calls ask for tool_choice: they are served without")
