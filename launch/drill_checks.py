@@ -17,12 +17,10 @@ def check_ledger(ledger: Mapping[str, int]) -> str:
     ''
     """
     ended = {state: ledger.get(state, 0) for state in _ENDS}
-    is_whole = ledger.get("admitted", 0) == sum(ended.values())
-    return (
-        ""
-        if is_whole
-        else f"admitted={ledger.get('admitted', 0)} groups must have ended in one state each, got {ended}"
-    )
+    admitted = ledger.get("admitted", 0)
+    if admitted == sum(ended.values()):
+        return ""
+    return f"admitted={admitted} groups must have ended in one state each, got {ended}"
 
 
 def problems(folder: RunFolder, *, steps: int, groups_per_step: int) -> list[str]:
