@@ -119,9 +119,8 @@ class Collector:
             if reason:
                 self._own[-1].emit("lost", worker=name, state=state, reason=reason)
                 outcome = "the other workers continue" if state is State.DEAD else "restarting"
-                if state is not State.DEAD or not name.startswith(
-                    Role.VERIFIER
-                ):  # its death ends the run, with this message
+                # A verifier's death ends the run, with this message.
+                if state is not State.DEAD or not name.startswith(Role.VERIFIER):
                     self._view.print(f"{name} died ({reason}); {outcome}", style="yellow")
                 if state is State.RESTARTING:
                     self._keep_counts(name)
@@ -129,9 +128,8 @@ class Collector:
                 self._own[-1].emit("joining", worker=name)
             else:
                 self._own[-1].emit("rejoined", worker=name)
-                self._view.print(
-                    f"{name} is back" if self._cluster.restarts.has_restarted(name) else f"{name} has joined"
-                )
+                verb = "is back" if self._cluster.restarts.has_restarted(name) else "has joined"
+                self._view.print(f"{name} {verb}")
 
     def _keep_counts(self, worker: str) -> None:
         """Keep a lost worker's counts beside its successor's; it has no work in progress any more."""

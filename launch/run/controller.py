@@ -250,9 +250,8 @@ class Controller(ABC):
                     f"{self._config.run.save_deadline_s:g} are over, and it still waits for {waiting_for}"
                 )
             progress = (len(late), self._ranks.progress())
-            self._watchdog.check(
-                progress, waiting_for=waiting_for, culprit=functools.partial(self._ranks.describe, late)
-            )
+            culprit = functools.partial(self._ranks.describe, late)
+            self._watchdog.check(progress, waiting_for=waiting_for, culprit=culprit)
         return [calls.values[name] for name in self._ranks.handles]
 
     def _tick(self) -> None:

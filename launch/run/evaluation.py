@@ -132,13 +132,14 @@ class Evaluations:
         rewards = [reward for part in by_source.values() for reward in part]
         ids = [prompt.prompt_id for prompt, _ in pairs]
         watched = by_verifier(dict(zip(ids, (reply.metrics for reply in replies), strict=True)))
+        before = (one.get("called", "") for one in self._recorder.evaluations.values())
+        sequences = (sequence for _, sample in pairs if sample is not None for sequence in sample.sequences)
+        versions = {span.version for sequence in sequences for span in sequence.spans}
         of_watched = {f"{WATCHED}{name}": list(values.values()) for name, values in watched.items()}
         return {
             "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
-            "called": mean_called(
-                rewards, before=(one.get("called", "") for one in self._recorder.evaluations.values())
-            ),
+            "called": mean_called(rewards, before=before),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "parts": means(reply.parts for reply in replies),
             "metrics": means(reply.metrics for reply in replies),
@@ -152,16 +153,7 @@ class Evaluations:
             "watched": watched,
             "left_out": len(self._prompts) - len(pairs),
             "failures": len(replies) - len(rewards),
-            "versions": sorted(
-                {
-                    span.version
-                    for _, sample in pairs
-                    if sample is not None
-                    for sequence in sample.sequences
-                    for span in sequence.spans
-                }
-                - {GIVEN}
-            ),
+            "versions": sorted(versions - {GIVEN}),
         }
 
 
