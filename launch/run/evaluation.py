@@ -74,6 +74,7 @@ class Evaluations:
             finished = self._calls.values
             if not finished:
                 return self.end()
+            self._parts = {name: part for name, part in self._parts.items() if name in finished}
             self._advance(finished)
         self.poll(_SCORE_TIMEOUT_S)
         self.end()
@@ -117,8 +118,7 @@ class Evaluations:
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
         """Call one verifier worker for all completions; failed episodes have none (see the workers' logs)."""
-        parts = ((self._parts[name], samples) for name, samples in samples_of.items())
-        self._pairs = [pair for part, samples in parts for pair in zip(part, samples, strict=True)]
+        self._pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
         name, verifier = next(iter(self._cluster.verifiers.items()))
         prompts = [prompt for prompt, _ in self._pairs]
         bare = [None if one is None else replace(one, routes=None, branches=()) for _, one in self._pairs]
