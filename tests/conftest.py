@@ -30,11 +30,13 @@ settings.load_profile("patient")
 
 
 LONGEST = (
-    "alone", "nodes", "slurm", "test_smollm2", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run",
-    "test_rlhf", "gpu_check", "test_attempts", "test_mesh", "_ranks", "test_docs_verifiers", "test_lora", "test_memory",
-    "test_checkpoint", "_transport",
+    "alone", "nodes", "test_faults", "slurm", "test_smollm2", "test_bench_loop", "test_loop", "test_server_run",
+    "gpu_check", "test_drilled_run", "test_nccl_run", "test_rlhf", "test_attempts", "test_mesh", "_ranks",
+    "test_docs_verifiers", "test_lora", "test_memory", "test_checkpoint", "_transport",
 )  # fmt: skip
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""
+MOST_RUNS = 3
+"""Lanes that start whole systems: with a fourth, a start of Ray can take longer than Ray waits."""
 
 
 @functools.cache
@@ -43,13 +45,20 @@ def looks_at_time(file: Path) -> bool:
     return re.search(r"\bmark\.(deadline|sandbox)\b", file.read_text()) is not None
 
 
+@functools.cache
+def starts_runs(file: Path) -> bool:
+    """Tell whether a file has tests that start the whole system."""
+    return re.search(r"\bmark\.(loop|gpu|cluster)\b", file.read_text()) is not None
+
+
 _GIVES_WAY = 10
 """Niceness: a tenth of a processor is left to them where somebody wants all of it."""
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     """A file at a time for each lane, the longest first; files that make nodes on this machine are of three lanes, and
-    those that look at time are of one.
+    those that look at time are of one. Runs and other tests are in lanes of their own, beside each other: runs mostly
+    wait, and their Ray must not be there for tests that start one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
@@ -61,9 +70,39 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         return next((lane for lane in ("slurm", "nodes", "namespaces") if lane in file), file)
 
     def _assign_work_unit(self, node: Any) -> None:
-        for scope in [scope for name in LONGEST for scope in self.workqueue if name in scope][:1]:
-            self.workqueue.move_to_end(scope, last=False)
+        """Give a lane its next file, which is bound to it from now on, though the lane has a test to run before.
+
+        So a lane in a long file gets a short one. A lane keeps the Ray of its first run: it gets runs alone.
+        """
+        of_runs = [lane for lane in self.assigned_work if self._had_runs(lane)]
+        runs = [scope for scope in self.workqueue if scope in self._runs]
+        others = [scope for scope in self.workqueue if scope not in self._runs]
+        if node in of_runs:
+            has_other = any(lane not in of_runs and not lane.shutting_down for lane in self.assigned_work)
+            fitting = runs or ([] if has_other else others)
+        else:
+            fitting = others + (runs if len(of_runs) < MOST_RUNS else [])
+        long = [scope for name in LONGEST for scope in fitting if name in scope]
+        short = [scope for scope in fitting if scope not in long]
+        unfinished = [scope for scope, tests in self.assigned_work[node].items() if not all(tests.values())]
+        is_in_long = any(name in scope for scope in unfinished for name in LONGEST)
+        ordered = short + long if is_in_long else long + short
+        if not ordered:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(ordered[0], last=False)
         super()._assign_work_unit(node)
+
+    def _had_runs(self, node: Any) -> bool:
+        return not self._runs.isdisjoint(self.assigned_work[node])
+
+    @functools.cached_property
+    def _runs(self) -> set[str]:
+        """Files with tests that start the whole system."""
+        root = self.config.rootpath
+        return {
+            self._split_scope(test) for test in self.collection or () if starts_runs(root / test.partition("::")[0])
+        }
 
     def remove_node(self, node: Any) -> str | None:
         """A test that ended its worker is not run again, as xdist would, once for every worker that it may replace."""
