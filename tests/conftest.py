@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +137,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A private Ray, started when the first test asks for it."""
+def warm_variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """What makes a Ray start its workers as copies (`warm_workers.py`), in the environment of what starts it."""
     import torch
+    from warm_workers import warm_process
+
+    # What imports do about a GPU must not be copied, and somebody's cluster starts workers in its own way.
+    if torch.version.cuda is None and "RAY_ADDRESS" not in os.environ:
+        with warm_process(tmp_path_factory.mktemp("warm")) as variables:
+            yield variables
+    else:
+        yield {}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm_variables: Mapping[str, str]) -> Iterator[None]:
+    """A private Ray, started when the first test asks for it."""
     from warm_workers import warm_ray
 
     from areal_lite.launch.run.ray_session import ray_session
 
-    # What imports do about a GPU must not be copied, and somebody's cluster starts workers in its own way.
-    is_ours = torch.version.cuda is None and "RAY_ADDRESS" not in os.environ
-    with warm_ray(tmp_path_factory.mktemp("ray")) if is_ours else ray_session():
+    with warm_ray(warm_variables) if warm_variables else ray_session():
         yield
+
+
+@pytest.fixture
+def copied(warm_variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test types have workers that are copies."""
+    for name, value in warm_variables.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     assert "interrupted" in (interrupted.folder.path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("copied")
 def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: UserRun) -> None:
     """Two rollout workers are added. Of the three one is killed, the engine of another hangs; the verifier is killed.
 
@@ -175,6 +176,7 @@ def test_ctrl_c_over_and_over_while_engines_start_ends_at_once(loop_folder: Path
         assert "Traceback" not in run.output
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     """Rank 1 is killed; rank 0 fails too, and must not be blamed. They work on the same rows, each with half the heads.
 
@@ -200,6 +202,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "Traceback" not in run.output
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(loop_folder: Path) -> None:
     """The only worker's engine is killed, and not started again: the run saves, and ends.
 

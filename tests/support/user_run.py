@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+from warm_workers import serving
 
 from areal_lite.record.run_folder import RunFolder
 
@@ -50,7 +51,7 @@ class UserRun:
         self.folder = RunFolder(run_folder)
         self.leftovers: list[str] | None = None
         """What outlived the command, known after `exit_code`."""
-        self._others = set(_below(os.getpid(), recursive=False))
+        self._others = _children()
         self._pieces: list[bytes] = []
         self._terminal, theirs = pty.openpty()
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "xterm"}
@@ -133,7 +134,7 @@ class UserRun:
 
     def processes(self) -> list[int]:
         """Everything that the command started and that is alive, orphans included."""
-        roots = set(_below(os.getpid(), recursive=False)) - self._others
+        roots = _children() - self._others
         return [pid for root in roots for pid in self.tree(root) if alive(pid)]
 
     def _left_behind(self) -> list[str]:
@@ -161,6 +162,11 @@ def _below(pid: int, *, recursive: bool = True) -> list[int]:
     with suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children(recursive=recursive)]
     return []
+
+
+def _children() -> set[int]:
+    """Processes that this one has started or adopted, and copies (`warm_workers.py`)."""
+    return {pid for parent in (os.getpid(), *serving) for pid in _below(parent, recursive=False)}
 
 
 def _command(pid: int) -> str:

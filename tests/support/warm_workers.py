@@ -1,8 +1,9 @@
 """The tests' own Ray, whose workers are copies of a process that has imported torch, transformers and vLLM.
 
-Imports are half of what a short run costs; the engine cores of these workers are copies too. Typed runs, and those of
-several nodes, start as users' do. Ray runs this file in place of Python (`py_executable` of its runtime environments)
-to start a worker. A worker whose variables differ from those that the imports saw starts without a copy. Copies share
+Imports are half of what a short run costs; the engine cores of these workers are copies too. So are the workers of
+commands that tests type with `copied`; other typed runs, and those of several nodes, start as users' do. Ray runs this
+file in place of Python (`py_executable` of its runtime environments) to start a worker, which waits for its copy: each
+ends with the other. A worker whose variables differ from those that the imports saw starts without a copy. Copies share
 the seed of Python's hashes: what depends on it, only other runs can show.
 """
 
@@ -18,7 +19,8 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +30,29 @@ ADDRESS = "WARM_WORKERS"
 """The variable with the abstract address of the process that is copied."""
 OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Variables that most runs give to their actors."""
-NOT_SEEN = ("RAY_", "AREAL_LITE_CLOCK", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV", "MALLOC_", "ONEDNN_")
-"""Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
+FIRST_JOB = "01000000"
+"""The first of every Ray."""
+NOT_SEEN = (
+    "RAY_",
+    "PATH",
+    "TERM",
+    "PWD",
+    "OLDPWD",
+    "SHLVL",
+    "_",
+    "AREAL_LITE_CLOCK",
+    "PYTEST_",
+    "PYTHONBREAKPOINT",
+    "SPT_NOENV",
+    "MALLOC_",
+    "ONEDNN_",
+)
+"""Variables that differ between workers, and at which no import looks but Ray's (see `become`)."""
 MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3}
 """glibc reads these when a process starts, which a copy does not: numbers of `mallopt`."""
-_START_S, _ASKED_S = 120, 10
+_START_S, _ASKED_S, _LOOK_S = 120, 10, 0.5
+serving: set[int] = set()
+"""Processes that are copied."""
 IMPORTED = (
     "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher",
 )  # fmt: skip
@@ -54,6 +74,7 @@ class ForkedProcess(ForkProcess):
             with contextlib.suppress(OSError):  # the list's own, which is closed by now
                 if stat.S_ISSOCK(os.fstat(number).st_mode):
                     os.close(number)  # the other end must see when the parent is gone
+        Path("/proc/self/comm").write_text("VLLM::EngineCor")  # as the spawned one's, which a test looks for
         set_up_engine_process()  # vLLM's plug-ins count as loaded
         super().run()
 
@@ -67,35 +88,44 @@ def copy_engine_cores() -> Any:
 
 
 @contextlib.contextmanager
-def warm_ray(folder: Path) -> Iterator[None]:
-    """A private Ray, and the process that is copied, which ends with the block."""
+def warm_process(folder: Path) -> Iterator[Mapping[str, str]]:
+    """The process that is copied, which ends with the block; yields the variables of a Ray that uses it."""
+    address = f"warm-workers-{os.getpid()}"
+    job = {"runtime_env": {"py_executable": f"{sys.executable} {__file__}"}}
+    variables = {ADDRESS: address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            env=os.environ | OF_ACTORS | {ADDRESS: address}, start_new_session=True,
+        )  # fmt: skip
+    with process:
+        try:
+            said = select.select([process.stdout], [], [], _START_S)[0] and os.read(process.stdout.fileno(), 5)
+            assert said, f"nothing to copy within {_START_S} s: {(folder / 'log').read_text()}"
+            serving.add(process.pid)
+            yield variables
+        finally:
+            serving.discard(process.pid)
+            process.kill()
+
+
+@contextlib.contextmanager
+def warm_ray(variables: Mapping[str, str]) -> Iterator[None]:
+    """A private Ray with the variables of `warm_process`."""
     import pytest
     import ray
-    from ray._private import worker
 
     from areal_lite.launch.run.ray_session import OWN_RAY
 
-    with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
-        for name, value in {ADDRESS: f"warm-workers-{os.getpid()}", **OWN_RAY}.items():
+    with pytest.MonkeyPatch.context() as patches:
+        for name, value in {**variables, **OWN_RAY}.items():
             patches.setenv(name, value)
-        environment = {"py_executable": f"{sys.executable} {__file__}"}
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env=environment)
-        stack.callback(ray.shutdown)
-        (raylet,) = worker._global_node.all_processes["raylet"]
-        # Ray reads these when it is imported: the worker's job, and whose end is its end.
-        of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet.process.pid)}
-        with (folder / "log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env=os.environ | OF_ACTORS | of_ray, start_new_session=True,
-            )  # fmt: skip
-        with process:
-            try:
-                said = select.select([process.stdout], [], [], _START_S)[0] and os.read(process.stdout.fileno(), 5)
-                assert said, f"nothing to copy within {_START_S} s: {(folder / 'log').read_text()}"
-                yield
-            finally:
-                process.kill()
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        patches.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # commands that tests type start Rays of their own
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def seen(variables: dict[str, str]) -> dict[str, str]:
@@ -106,6 +136,8 @@ def seen(variables: dict[str, str]) -> dict[str, str]:
 def serve() -> None:
     """Import everything, and be copied until standard input ends."""
     before = seen(dict(os.environ))
+    # Ray reads these when it is imported: the worker's job, and whose end is its end.
+    os.environ |= {"RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
     said = os.dup(1)
     os.dup2(2, 1)
     gc.disable()
@@ -130,7 +162,8 @@ def serve() -> None:
             while more := connection.recv(1 << 16):
                 text += more
             asked = json.loads(text)
-            if seen(asked["variables"]) != before:
+            if differ := sorted({name for name, _ in seen(asked["variables"]).items() ^ before.items()}):
+                print("not copied, as these differ:", *differ, file=sys.stderr, flush=True)
                 connection.send(b"no")
             elif os.fork() == 0:
                 kept = connection.dup()
@@ -141,6 +174,15 @@ def serve() -> None:
         return
     server.close()
     kept.send(b"ok")
+
+    def watch() -> None:
+        ends = select.poll()
+        ends.register(kept, 0)  # a hang-up alone: who asked has ended its sentence, and lives on
+        ends.poll()
+        os._exit(1)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for that thread, too: `become` has the worker's
+    threading.Thread(target=watch, name="end-with-worker", daemon=True).start()
     become(files, **asked)
 
 
@@ -152,11 +194,14 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
     import ctypes
 
     import numpy
+    from ray._raylet import AuthenticationTokenLoader, Config
 
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.environ.update(variables)  # vLLM's import has set some more
+    Config.initialize("")  # Ray has read its own when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
     for name in MALLOPT.keys() & variables.keys():
         ctypes.CDLL(None).mallopt(MALLOPT[name], int(variables[name]))
     os.chdir(folder)
@@ -168,19 +213,21 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
 
 
 def start(arguments: list[str]) -> None:
-    """Have a worker copied, and wait for its end, or become it."""
-    words = [sys.executable, *arguments]
+    """Have a worker copied, and wait for its end or the raylet's, or become it."""
+    words, raylet = [sys.executable, *arguments], os.getppid()
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     asked: dict[str, Any] = {"variables": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # where it has ended: as ever
-        connection.connect(f"\0{os.environ.get(ADDRESS)}")
-        text = json.dumps({"words": words[1:], **asked}).encode()
-        sent = socket.send_fds(connection, [text], [0, 1, 2])
-        connection.sendall(text[sent:])
-        connection.shutdown(socket.SHUT_WR)
-        if connection.recv(2) == b"ok":
-            words = []
-            connection.recv(1)
+        if os.environ.get("RAY_JOB_ID") == FIRST_JOB:
+            connection.connect(f"\0{os.environ.get(ADDRESS)}")
+            text = json.dumps({"words": words[1:], **asked}).encode()
+            sent = socket.send_fds(connection, [text], [0, 1, 2])
+            connection.sendall(text[sent:])
+            connection.shutdown(socket.SHUT_WR)
+            if connection.recv(2) == b"ok":
+                words = []
+                while os.getppid() == raylet and not select.select([connection], [], [], _LOOK_S)[0]:
+                    pass
     if words:
         os.execv(words[0], words)
 
