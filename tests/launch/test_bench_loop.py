@@ -11,7 +11,7 @@ from loop_builders import PARITY, loop_config, saved_step, write_recipe
 from test_faults import steps, typed
 from user_run import UserRun
 
-pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("adopted_orphans")]
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("adopted_orphans", "copied")]
 
 BENCH_STEPS = 16
 """Of the run that Ctrl-C stops."""
