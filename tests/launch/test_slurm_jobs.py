@@ -106,7 +106,8 @@ def test_a_run_goes_on_after_its_time_limit_and_a_requeue_until_it_is_stopped(us
     recipe = user.recipe("goes_on", steps=1000, checkpoint_every=2)
     profile = user.profile(slurm={"time": "30", "signal_s": 90})
     launch = ["launch", "--on", "slurm", "--profile", profile, "--name", "goes-on", "--detach"]
-    job = submitted(user.types(*launch, "train", recipe, "trainer.ranks=2"))
+    more = ["trainer.ranks=2", "run.preflight=false"]  # test_ssh_nodes.py and test_preflight_nodes.py have it
+    job = submitted(user.types(*launch, "train", recipe, *more))
     folder = RunFolder(user.folder / "runs" / "goes-on")
 
     user.wait_until(lambda: len(folder.read("metrics.jsonl")) >= 3, job, "steps of the first start")

@@ -4,9 +4,12 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import pytest
 from loop_builders import PARITY, check_books, loop_config, write_recipe
 from places import SUPPORT
@@ -41,13 +44,30 @@ def processes(job: Job, node: str) -> str:
     return subprocess.run([shell, "ps", "-eo", "args"], capture_output=True, text=True, timeout=120, check=False).stdout
 
 
+def is_broken(output: str) -> bool:
+    """Whether the rig has broken a node, and not repaired it yet."""
+    return output.count(" lost its ") > output.count(" is whole again")
+
+
+@contextmanager
+def suspended(job: Job) -> Iterator[None]:
+    """Stop a job's supervisor for a while."""
+    supervisor = psutil.Process(int(job.id.partition("@")[0]))
+    supervisor.suspend()
+    try:
+        yield
+    finally:
+        supervisor.resume()
+
+
 @pytest.fixture(scope="module")
 def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
     """The rig as one types it, in a folder of /tmp, with a link cut and then a node killed."""
     folder = tmp_path_factory.mktemp("nodes")
     write_recipe(folder / "tiny.yaml", loop_config(folder, run={"steps": STEPS, "log_samples": 4}))
     words = ["--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
-    words += ["run.stall_timeout_s=15", "weights.timeout_s=10", "launch.pause_s=20", "run.checkpoint_every=1"]
+    words += ["run.stall_timeout_s=15", "weights.timeout_s=10", "launch.pause_s=5", "run.checkpoint_every=1"]
+    words += ["run.preflight=false"]  # test_ssh_nodes.py and test_preflight_nodes.py have it
     with (folder / "output").open("w") as output:
         command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
@@ -55,12 +75,16 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
         try:
             until = time.monotonic() + DEADLINE_S
             while process.poll() is None and time.monotonic() < until:
-                time.sleep(0.5)
+                time.sleep(0.2)
                 for record in folder.glob("runs/jobs/*.json"):
                     job = Job.model_validate_json(record.read_text())
                     ended = [attempt.code for attempt in Attempts.read(job).attempts if attempt.code]
                     if ended and len(ended) not in left:
-                        left[len(ended)] = {host: processes(job, host) for host in job.profile.sections["ssh"]["hosts"]}
+                        with suspended(job):  # the next attempt begins once all has been looked at, and is whole
+                            hosts = job.profile.sections["ssh"]["hosts"]
+                            left[len(ended)] = {host: processes(job, host) for host in hosts}
+                            while is_broken((folder / "output").read_text()) and time.monotonic() < until:
+                                time.sleep(0.1)
             code = process.wait(timeout=1)
         finally:
             process.kill()
