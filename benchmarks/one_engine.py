@@ -99,7 +99,7 @@ class _Rollout(RolloutActor):
 
     async def begin_worker(self) -> None:
         """Make another worker for the engine that is there."""
-        self._make_worker(load_workflows(self._config))
+        self._make_worker(self._access, load_workflows(self._config))
 
     async def run(self) -> None:
         """Serve until `end_worker`."""

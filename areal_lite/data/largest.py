@@ -34,6 +34,8 @@ def largest(
     >>> row["question"][-1], row["answer"]
     ({'role': 'user', 'content': '59, 63, 15'}, '63')
     """
+    if not 1 <= count <= len(_NUMBERS):
+        raise ConfigError(f"data.arguments.count must be 1 to {len(_NUMBERS)}, got {count}. Fix: correct it")
     if (most := math.perm(len(_NUMBERS), count)) < eval_size + train_size:
         raise ConfigError(
             f"data.arguments must allow {eval_size} held-out questions and {train_size} others, got count={count}, of "

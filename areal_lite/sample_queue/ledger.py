@@ -13,6 +13,7 @@ Requests about leased work carry the lease id and are safe to repeat: the first 
 that the lease had ended, so the result was ignored.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -390,11 +391,16 @@ class Ledger:
 
     def _drop_over_age(self) -> None:
         """End the groups that are over age, and start the next attempts."""
-        bound = self._version - self._settings.max_staleness
+        is_over_age = functools.partial(
+            staleness.is_over_age, version=self._version, max_staleness=self._settings.max_staleness
+        )
         # No token is older than its group's admission, so the other groups cannot be over age.
-        old = [group for version, groups in self._groups.by_version().items() if version < bound for group in groups]
+        admitted = self._groups.by_version().items()
+        old = [group for version, groups in admitted if is_over_age(version) for group in groups]
         # A waiting group has no tokens yet.
-        over_age = [group for group in old if group.state is not GroupState.WAITING and group.oldest_version < bound]
+        over_age = [
+            group for group in old if group.state is not GroupState.WAITING and is_over_age(group.oldest_version)
+        ]
         over_age.sort(key=lambda group: group.sequence)
         if over_age:
             ended = set(over_age)

@@ -13,8 +13,8 @@ the next deadline of a parked request; a message unblocks it:
     read messages → answer each, or park it while there is nothing to answer → expire leases
         → answer parked requests for which something came up, or whose time is over
 
-It speaks CURVE (`access.py`): a connection without a key of the run gets nothing, a client may do what its
-role may. ZeroMQ disconnects a client whose message is longer than the limit, and drops answers beyond `_SEND_HWM` that
+It speaks CURVE (`access.py`): a connection without a key of the run gets nothing, a client may do what its role may.
+ZeroMQ disconnects a client whose message is longer than the limit, and drops answers beyond `_SEND_HWM` that
 a client leaves unread. No message stops the server: what is no request is answered with an error.
 """
 

@@ -56,9 +56,8 @@ class Trainer:
         self.reference: nn.Module | None = None
         if objective.kl != "none":
             self.reference = self.model
-            if (
-                config.trainer.lora is None or objective.reference_path is not None
-            ):  # else the model with its adapters off
+            # Without a reference of its own, a model with adapters is the reference while they are off.
+            if config.trainer.lora is None or objective.reference_path is not None:
                 folder = objective.reference_path or model_folder
                 self.reference = load_model(folder, config, trained=False)
         self.critic: Learner | None = None

@@ -183,7 +183,8 @@ class openrlhf(Arguments):
                     result = json.load(reply)
             except OSError as error:  # what urllib raises inherits it
                 if isinstance(error, HTTPError) and error.code < 500 and error.code != HTTPStatus.TOO_MANY_REQUESTS:
-                    raise  # it refuses this request, and would again
+                    error.add_note(f"{self.url} refused the request. Fix: check the url and what the server expects")
+                    raise  # it would refuse the request again
                 raise VerifierUnavailable(f"{self.url}: {error}") from error
         result = result if isinstance(result, Mapping) else {"rewards": result}
         logs = {name: _list(values) for name, values in result.get("extra_logs", {}).items()}

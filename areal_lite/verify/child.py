@@ -5,8 +5,8 @@
 CHANNEL is the descriptor of a socket, OPTIONS are JSON. The process forks. The child half, the worker, answers the jobs
 that arrive on the socket (`codec.py`). The parent half, the keeper, runs none of the user's code: it waits until the
 worker ends, or until it is terminated itself, and then kills everything below it. As a "child subreaper" it inherits
-every descendant whose own parent has ended, daemons in sessions of their own included, so nothing can get away. Neither
-half watches deadlines: `process.py` does. Only an event loop cancels a late job itself.
+every descendant whose own parent has ended, daemons in sessions of their own included, so nothing can get away.
+`process.py` enforces deadlines; an async worker also cancels its own late jobs.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
@@ -98,9 +99,15 @@ async def _serve_async(channel: socket.socket, verifier: Verifier, packed: Calla
     reader, writer = await asyncio.open_unix_connection(sock=channel)
 
     async def serve(job: int, deadline: float, calls: list[bytes]) -> None:
-        async with asyncio.timeout_at(deadline) as limit:
-            replies = await verifier.answer_async(list(map(unpack, calls)))
-        writer.write(packed(job, [] if limit.expired() else replies))
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                replies = await verifier.answer_async(list(map(unpack, calls)))
+            is_late = limit.expired() or time.monotonic() > deadline  # a blocked loop notices no deadline
+            answer = packed(job, [] if is_late else replies)
+        except Exception:  # end, so that the other jobs run again: cancelled ones would answer
+            traceback.print_exc()
+            os._exit(1)
+        writer.write(answer)
 
     async with asyncio.TaskGroup() as jobs:
         async for message in messages(reader):

@@ -51,9 +51,9 @@ class _Call:
 
     packed: bytes
     reply: "asyncio.Future[Reply]"
-    first_failure: str | None = None
-    """Of its first try. After `memory` the second must be the first job of its process: a lack of memory there is the
-    call's own."""
+    last_failure: str | None = None
+    """Of its last try, None before one. After `memory` the next must be the first job of its process: a lack of memory
+    there is the call's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +251,7 @@ class VerifierPool:
     async def _run_suspects(self, server: _Server) -> None:
         process = server.process
         while server.suspects and not process.over.is_set():
-            if server.suspects[0].first_failure == "memory" and process.num_served:
+            if server.suspects[0].last_failure == "memory" and process.num_served:
                 process.over.set()
                 break
             await self._run(server, [server.suspects.popleft()])
@@ -265,10 +265,10 @@ class VerifierPool:
         finally:
             self._num_busy -= len(calls)
         for call, reply in zip(calls, replies, strict=True):
-            is_suspect = reply.failure in ("crashed", "memory") and call.first_failure is None
+            is_suspect = reply.failure in ("crashed", "memory") and call.last_failure is None
             if reply.failure == "shared" or is_suspect:
                 self._log_once("calls that may have ended their process or batch run again, each alone", reply.detail)
-                call.first_failure = reply.failure
+                call.last_failure = reply.failure
                 server.suspects.append(call)
                 continue
             if reply.failure != "unavailable":

@@ -183,5 +183,5 @@ class VerifierProcess:
 
 
 def _shared(reply: Reply) -> Reply:
-    """Return the failure of calls of which any can be the cause of this one."""
+    """Return the failure of calls that ran together, one of which caused this one."""
     return failed("shared", str(reply.failure))

@@ -26,7 +26,7 @@ class _Settings(Section):
     """What the table says of all parts, and of a part alone."""
 
     limit_s: dict[str, float] = Field({})
-    """by device, after which a part is killed"""
+    """by device, after which a part is killed; the table's value where a part has none"""
     environment: dict[str, str] = Field({})
     settings: dict[str, Any] = Field({})
     cpu: dict[str, Any] = Field({})

@@ -78,7 +78,7 @@ class Attempts(BaseModel):
 
     def save(self, job: Job) -> None:
         """Write it, whole or not at all."""
-        write_whole(job.files / "attempts.json", self.model_dump_json(indent=2) + "\n")
+        write_whole(job.files / "attempts.json", json.dumps(self.model_dump(), indent=2) + "\n")
 
     def status(self) -> Status:
         """Return where the job stands."""

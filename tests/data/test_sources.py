@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import datasets
 import pytest
 from source_builders import ROWS, load, load_one, recipe, source_of, write_jsonl, write_parquet
 
+from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.largest import largest
@@ -18,6 +20,8 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.launch.commands import eval as eval_command
+from areal_lite.launch.commands.trial import Case
+from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 
 
@@ -237,7 +241,11 @@ def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
     sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
     config = recipe(data={"source": "jsonl", "path": path, "eval_path": path, "verifier": "mine"}, **sections)
-    monkeypatch.setattr(eval_command, "_in_a_process_of_its_own", lambda *_: [("2", Reply(1.0))])
+
+    def generated(_: Config, prompts: Sequence[Prompt], __: str) -> list[Case]:
+        return [Case(index=0, prompt=prompts[0], completion="2", reply=Reply(1.0))]
+
+    monkeypatch.setattr(eval_command, "_in_a_process_of_its_own", generated)
     (case,) = eval_command.evaluate(config, model=str(tmp_path / "model"))
     assert (case.completion, case.reply) == ("2", Reply(1.0))
 

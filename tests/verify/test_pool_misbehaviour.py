@@ -143,6 +143,37 @@ def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path
     assert asyncio.run(scenario()) == [None, None]
 
 
+ASYNC = """
+import asyncio, time
+from areal_lite.verify.result import VerifyResult
+async def verify(prompt, completion, answer, **row):
+    if completion == "block":
+        time.sleep(1.3)
+        return 1.0
+    await asyncio.sleep(0.3)
+    if completion == "large":
+        return VerifyResult(1.0, feedback="x" * 40_000_000)
+    await asyncio.sleep(0.3)
+    return 1.0
+"""
+
+
+def test_an_async_call_that_blocks_its_event_loop_beyond_the_deadline_is_late(tmp_path):
+    """Seen failing: a blocked loop fires no timeout, and the call was scored."""
+    (path := tmp_path / "late.py").write_text(ASYNC)
+    replies, _ = replies_of(f"{path}:verify", ["block"], timeout_s=1.0, concurrency=4)
+    assert [reply.failure for reply in replies] == ["timeout"]
+
+
+def test_an_async_call_whose_reply_cannot_be_packed_fails_alone(tmp_path):
+    """Out of memory while packing. Seen failing: the calls beside it were cancelled, and answered so."""
+    (path := tmp_path / "large.py").write_text(ASYNC)
+    options = {"timeout_s": 20.0, "concurrency": 4, "memory_mb": 64}
+    replies, _ = replies_of(f"{path}:verify", ["large", "ok", "ok", "ok"], **options)
+    assert replies[0].failure is not None
+    assert [reply.reward for reply in replies[1:]] == [1.0, 1.0, 1.0]
+
+
 def test_memory_that_the_system_does_not_divide_counts_in_full(monkeypatch):
     """Seen failing (0) with such processes left out of the sum."""
     monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
