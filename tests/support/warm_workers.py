@@ -34,6 +34,8 @@ FIRST_JOB = "01000000"
 """The first of every Ray."""
 NOT_SEEN = (
     "RAY_",
+    "NO_PROXY",
+    "no_proxy",
     "PATH",
     "TERM",
     "PWD",
