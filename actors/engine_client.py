@@ -70,11 +70,12 @@ class EngineClient:
                 received = {name: self._handles[name] for name in calls.values}
                 call_all(received, "finish_weight_update").failures(self._timeout_s)
         lost = {name for name, error in errors.items() if _is_lost(error)} | calls.pending.keys()
-        blamed = sorted(lost or errors or late)
-        reasons = dict.fromkeys(
-            blamed, f"it must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
-        )
-        reasons |= {name: f"{method}: {describe(errors[name])}" for name in blamed if name in errors}
+        reasons = {}
+        for name in sorted(lost or errors or late):
+            if name in errors:
+                reasons[name] = f"{method}: {describe(errors[name])}"
+            else:
+                reasons[name] = f"it must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
         raise HandoverError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()), engines=reasons)
 
 
