@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import ray
 import torch
 from loop_builders import loop_config, write_recipe
 from places import ROOT
+from rank_processes import PRELOADED
 from scripted_engine import ScriptedEngine
 from train_builders import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -92,6 +94,9 @@ def test_the_trainer_and_the_padded_loop_compute_the_same_gradients(
 ) -> None:
     """In processes of their own. Seen failing with the padded loop's mask left out: the script stops with an error."""
     monkeypatch.chdir(tmp_path)
+    forks = multiprocessing.get_context("forkserver")  # seven processes that need not import torch again
+    forks.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(bench_train.multiprocessing, "get_context", lambda _: forks)
     words = ["longtail_cpu", *SMALL, "rollout.max_new_tokens=32", "rollout.workflow_arguments.median=8"]
     bench_train.main(
         [*words, "queue.groups_per_step=2", "queue.samples_per_group=4"], repeats=1, steps=1, rows=2, out=tmp_path

@@ -44,7 +44,9 @@ class ClusterReport:
     broadcast: float | None = None
     """MB/s from the first node."""
     links: dict[str, float] = field(default_factory=dict)
-    """MB/s of an all-reduce of the first node with each other one; measured where the one over all nodes is slow."""
+    """MB/s of an all-reduce of one node with each other one; measured where the one over all nodes is slow."""
+    links_of: str = ""
+    """That node. `nodes` are in the order of their answers."""
     failures: list[str] = field(default_factory=list)
     """Probes that failed, with their nodes."""
 
@@ -144,9 +146,9 @@ def _measure_links(report: ClusterReport, probes: Mapping[str, Any], config: Con
     group = port_range(config.run.ports), config.run.device
     report.all_reduce, report.broadcast = _measure_collectives(report, probes, *group)
     if report.all_reduce is not None and report.all_reduce < config.run.min_bandwidth_mb_s:
-        first, *others = probes
+        report.links_of, *others = probes
         for other in others:
-            rate, _ = _measure_collectives(report, {name: probes[name] for name in (first, other)}, *group)
+            rate, _ = _measure_collectives(report, {name: probes[name] for name in (report.links_of, other)}, *group)
             report.links[other] = rate or 0.0
 
 
@@ -206,13 +208,12 @@ def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: M
 
 
 def _slow_link(report: ClusterReport, min_bandwidth: float) -> str:
-    """Name the node at the end of the slow link: the first one where it is slow with all others."""
+    """Name the node at the end of the slow link: the one that was measured where it is slow with all others."""
     if not (slow := {name: f"{name} ({rate:.1f})" for name, rate in report.links.items() if rate < min_bandwidth}):
         return ""
-    first = next(iter(report.nodes))
     if len(slow) == len(report.links) > 1:
-        return f"; {first} is slow with every other node"
-    return f"; {first} is slow with {', '.join(slow.values())}" + (
+        return f"; {report.links_of} is slow with every other node"
+    return f"; {report.links_of} is slow with {', '.join(slow.values())}" + (
         ", not with others" if report.links.keys() - slow else ""
     )
 

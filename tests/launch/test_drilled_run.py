@@ -8,7 +8,7 @@ from loop_builders import loop_config, write_recipe
 
 from areal_lite.launch.commands import main as cli
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("copied")]
 
 
 def test_a_drill_of_a_lost_head_of_ray(loop_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def test_sft_leaves_a_whole_run_folder(sft: tuple[dict[str, Any], RunFolder]) ->
     assert with_model == ["step-000060"], "the last checkpoint alone holds a model"
 
 
+@pytest.mark.usefixtures("copied")
 def test_ctrl_c_saves_and_the_command_it_prints_goes_on_bit_for_bit(
     sft: tuple[dict[str, Any], RunFolder], folder: Path
 ) -> None:

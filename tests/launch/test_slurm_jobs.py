@@ -96,6 +96,7 @@ def test_a_dry_run_asks_slurm(user: User) -> None:
     assert "invalid partition" in bad.stderr
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_run_goes_on_after_its_time_limit_and_a_requeue_until_it_is_stopped(user: User) -> None:
     """One job, three starts: the time limit, `scontrol requeue`, `launch --stop`. Steps once, books right.
 

@@ -1,7 +1,7 @@
 """The tests' own Ray, whose workers are copies of a process that has imported torch, transformers and vLLM.
 
 Imports are half of what a short run costs; the engine cores of these workers are copies too. So are the workers of
-commands that tests type with `copied`; other typed runs, and those of several nodes, start as users' do. Ray runs this
+commands that tests type with `copied`, also on nodes of their own; other typed runs start as users' do. Ray runs this
 file in place of Python (`py_executable` of its runtime environments) to start a worker, which waits for its copy: each
 ends with the other. A worker whose variables differ from those that the imports saw starts without a copy. Copies share
 the seed of Python's hashes: what depends on it, only other runs can show.
@@ -20,6 +20,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -42,17 +43,21 @@ NOT_SEEN = (
     "OLDPWD",
     "SHLVL",
     "_",
-    "AREAL_LITE_CLOCK",
+    "AREAL_LITE_",
     "PYTEST_",
-    "PYTHONBREAKPOINT",
+    "PYTHON",
     "SPT_NOENV",
     "MALLOC_",
     "ONEDNN_",
+    "SLURM",
+    "HF_HUB_OFFLINE",
+    "VLLM_USE_FLASHINFER_SAMPLER",
 )
-"""Variables that differ between workers, and at which no import looks but Ray's (see `become`)."""
+"""Variables that differ between workers, and at which no import looks but Ray's (see `become`), or with no effect here:
+`PYTHONPATH` names this code, and no test asks for a model of the hub."""
 MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3}
 """glibc reads these when a process starts, which a copy does not: numbers of `mallopt`."""
-_START_S, _ASKED_S, _LOOK_S = 120, 10, 0.5
+_START_S, _ASKED_S, _LOOK_S, _IDLE_S = 120, 10, 0.5, 120
 serving: set[int] = set()
 """Processes that are copied."""
 IMPORTED = (
@@ -135,8 +140,14 @@ def seen(variables: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not name.startswith(NOT_SEEN)}
 
 
-def serve() -> None:
-    """Import everything, and be copied until standard input ends."""
+def serve(idle_s: float | None) -> None:
+    """Import everything, and be copied until standard input ends, or nobody has asked for so long."""
+    server = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):  # another is there: two workers have started one each
+        server.bind(f"\0{os.environ[ADDRESS]}")
+        server.listen(64)
+    if not server.getsockname():
+        return
     before = seen(dict(os.environ))
     # Ray reads these when it is imported: the worker's job, and whose end is its end.
     os.environ |= {"RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
@@ -150,12 +161,10 @@ def serve() -> None:
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "threads, which a copy lacks"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(f"\0{os.environ[ADDRESS]}")
-    server.listen(64)
     os.write(said, b"ready")
     os.close(said)
-    while server in select.select([server, 0], [], [])[0]:  # standard input ends with the tests
+    ends = [0] if idle_s is None else []  # standard input ends with the tests
+    while server in select.select([server, *ends], [], [], idle_s)[0]:
         files: list[int] = []
         connection, _ = server.accept()
         with connection, contextlib.suppress(OSError, ValueError):  # who asks has ended
@@ -214,6 +223,17 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
     sys.exit()
 
 
+def connect(connection: socket.socket) -> None:
+    """Reach the process that is copied. A node has a network of its own: its first worker starts one there."""
+    address = f"\0{os.environ.get(ADDRESS)}"
+    if connection.connect_ex(address):
+        command = [sys.executable, __file__, "--serve", str(_IDLE_S)]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/", start_new_session=True)
+        until = time.monotonic() + _START_S
+        while connection.connect_ex(address) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
 def start(arguments: list[str]) -> None:
     """Have a worker copied, and wait for its end or the raylet's, or become it."""
     words, raylet = [sys.executable, *arguments], os.getppid()
@@ -221,7 +241,7 @@ def start(arguments: list[str]) -> None:
     asked: dict[str, Any] = {"variables": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # where it has ended: as ever
         if os.environ.get("RAY_JOB_ID") == FIRST_JOB:
-            connection.connect(f"\0{os.environ.get(ADDRESS)}")
+            connect(connection)
             text = json.dumps({"words": words[1:], **asked}).encode()
             sent = socket.send_fds(connection, [text], [0, 1, 2])
             connection.sendall(text[sent:])
@@ -235,4 +255,7 @@ def start(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else start(sys.argv[1:])
+    if sys.argv[1:2] == ["--serve"]:
+        serve(idle_s=float(sys.argv[2]) if sys.argv[2:] else None)
+    else:
+        start(sys.argv[1:])

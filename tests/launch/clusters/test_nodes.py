@@ -1,10 +1,11 @@
 """A run on three nodes of this machine that loses a link and then a node: three attempts, one conserved run."""
 
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ def suspended(job: Job) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
+def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mapping[str, str]) -> OnNodes:
     """The rig as one types it, in a folder of /tmp, with a link cut and then a node killed."""
     folder = tmp_path_factory.mktemp("nodes")
     write_recipe(folder / "tiny.yaml", loop_config(folder, run={"steps": STEPS, "log_samples": 4}))
@@ -70,7 +71,7 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
     words += ["run.preflight=false"]  # test_ssh_nodes.py and test_preflight_nodes.py have it
     with (folder / "output").open("w") as output:
         command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=os.environ | warm_variables)
         left: dict[int, dict[str, str]] = {}
         try:
             until = time.monotonic() + DEADLINE_S
@@ -124,6 +125,8 @@ def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNod
     assert re.search(named, cause), cause
     assert job_on_nodes.left[number].keys() == {"node-1", "node-2", "node-3"}
     for text in job_on_nodes.left[number].values():
-        # The agents of a Ray node end by themselves, once they miss it.
-        left = re.sub(r"ray::(DashboardAgent|RuntimeEnvAgent)|.*/ray/.*/agent.py.*", "", text)
+        # The agents of a Ray node end by themselves, once they miss it; what workers are copied from stays.
+        left = re.sub(
+            r"ray::(DashboardAgent|RuntimeEnvAgent)|.*/ray/.*/agent.py.*|.*/warm_workers.py --serve.*", "", text
+        )
         assert not re.search(r"ray|areal", left), text
