@@ -9,7 +9,7 @@ import pytest
 from loop_builders import loop_config
 from places import SUPPORT
 
-pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("copied")]
+pytestmark = pytest.mark.loop
 
 
 def test_a_program_that_runs_a_recipe_is_left_as_it_was(loop_folder: Path) -> None:
