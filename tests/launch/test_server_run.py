@@ -30,7 +30,6 @@ class Server:
         self._command = server_command(config, config.model.path, config.rollout.servers[0])
         own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
-        own["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"  # the engine core has no imports of its own
         self._environment = os.environ | own | config.run.given_env
         self.start()
 
