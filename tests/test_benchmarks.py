@@ -96,7 +96,7 @@ def test_the_trainer_and_the_padded_loop_compute_the_same_gradients(
     monkeypatch.chdir(tmp_path)
     forks = multiprocessing.get_context("forkserver")  # seven processes that need not import torch again
     forks.set_forkserver_preload(PRELOADED)
-    monkeypatch.setattr(bench_train.multiprocessing, "get_context", lambda _: forks)
+    monkeypatch.setattr(bench_train.multiprocessing, "get_context", lambda *_: forks)
     words = ["longtail_cpu", *SMALL, "rollout.max_new_tokens=32", "rollout.workflow_arguments.median=8"]
     bench_train.main(
         [*words, "queue.groups_per_step=2", "queue.samples_per_group=4"], repeats=1, steps=1, rows=2, out=tmp_path

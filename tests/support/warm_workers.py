@@ -224,7 +224,9 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
 
 
 def connect(connection: socket.socket) -> None:
-    """Reach the process that is copied. A node has a network of its own: its first worker starts one there."""
+    """Reach the process that is copied. A node has a network of its own: its first worker starts one there, which ends
+    with the node, or once it is idle.
+    """
     address = f"\0{os.environ.get(ADDRESS)}"
     if connection.connect_ex(address):
         command = [sys.executable, __file__, "--serve", str(_IDLE_S)]
