@@ -51,8 +51,8 @@ def starts_runs(file: Path) -> bool:
     return re.search(r"\bmark\.(loop|gpu|cluster)\b", file.read_text()) is not None
 
 
-_GIVES_WAY = 10
-"""Niceness: a tenth of a processor is left to them where somebody wants all of it."""
+_GIVES_WAY = 5
+"""Niceness: a third of a processor is left to them where somebody wants all of it."""
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
@@ -120,9 +120,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of a lane that do not look at time give way, with all that they start, to those that do."""
-    if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path):
+    """Where tests look at time, those of other lanes give way to them, with all that they start."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path) and _has_deadlines(item.session):
         os.nice(max(0, _GIVES_WAY - os.nice(0)))  # to take it back needs root
+
+
+@functools.cache
+def _has_deadlines(session: pytest.Session) -> bool:
+    return any(item.get_closest_marker(name) for item in session.items for name in ("deadline", "sandbox"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
