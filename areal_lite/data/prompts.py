@@ -120,6 +120,11 @@ def _render(
             raise ConfigError(f"{where}.tools need a chat template, got plain texts: set {where}.chat=true")
         return replace(task, prompt=text)
     messages = list(map(dict, task.messages)) or [{"role": "user", "content": text}]
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"a chat that is a prompt must end with a message that the model answers, got one of the assistant's at "
+            f"{task.origin}. Fix: remove it, or give a plain text, which the model continues"
+        )
     if source.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": source.system})
     task = replace(task, row={**task.row, CHAT: messages})

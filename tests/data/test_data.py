@@ -164,6 +164,14 @@ def test_chat_without_a_template_is_an_error():
         load_source(jsonl_config(data={"chat": True}), build_char_tokenizer(LETTERS), "train")
 
 
+def test_a_chat_that_ends_with_an_answer_is_no_prompt(tmp_path):
+    """Its template would end that answer and begin another. Seen failing by rendering both."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": messages, "answer": "1"}])
+    with pytest.raises(DataError, match=r"got one of the assistant's at .*rows\.jsonl:1\. Fix: "):
+        load_source(jsonl_config(data={"path": str(path)}), None, "train")
+
+
 def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
     """The limit itself is allowed: 84 characters fit, at 83 the first row is one too long. Seen failing with `>=`."""
     tokenizer = build_char_tokenizer(LETTERS)

@@ -59,6 +59,9 @@ def test_in_some_families_people_are_never_contradicted() -> None:
         ("The answer is 7. The answer is 8.5.\nBye", "8.5", "answer is"),
         ("**Final Answer:** 12", "12", "answer is"),
         ("Answer = 12", "12", "answer is"),
+        ("The answer is:\n\n$$\n12\n$$\nBye", "12", "answer is"),
+        ("The answer is\n\\[\n12\n\\]", "12", "answer is"),
+        ("**Answer:**\n\n12", "12", "answer is"),
         ("it is 12.", "it is 12", ""),
         (r"The answer is \boxed{12", "", "boxed"),
         (r"\boxed{**x+1**;}", "x+1", "boxed"),
@@ -132,6 +135,14 @@ def test_plain_numbers_are_equal_only_exactly() -> None:
     """0.3333333 and 0.3333334 agree to six places, which is enough for expressions. Seen failing without the path."""
     assert SIX("", "#### 0.3333334", "0.3333333") == 0.0
     assert [SIX("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("unit", "score"), [("eggs", 1), ("miles per hour", 1), ("x", 0), ("thousand", 0), (r"\text{}", 1)]
+)
+def test_an_unknown_unit_of_a_number_is_ignored(unit: str, score: float) -> None:
+    """Seen failing with math-verify's product of letters, and with an error for the empty text."""
+    assert [SIX("", rf"\boxed{{{number} {unit}}}", "12") for number in (12, 13)] == [score, 0]
 
 
 def test_a_number_that_rounds_to_0_must_agree_in_three_figures() -> None:

@@ -96,6 +96,13 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
         ("A is correct here", "A"),
         ("C is the correct option", "C"),
         ("A is incorrect. **D** is the right choice, B is not correct", "D"),
+        ("The answer is B. Option A is too small, and option D is wrong.", "B"),
+        ("Option A is wrong. Option B is correct. Option C is wrong.", "B"),
+        ("The best choice is C", "C"),
+        ("The answer is option (C), not choice D", "C"),
+        (r"The answer is \(B\).", "B"),
+        (r"The answer is $\text{C}$.", "C"),
+        (r"\boxed{\mathrm{B}}", "B"),
         ("A warm day.", None),
         ("the answer is a number", None),
         ("the answer is Birmingham", None),
@@ -111,8 +118,8 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
 def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | None) -> None:
     """Of four choices.
 
-    Seen failing with mentions put on a par with statements, with the first one taken, and without "is correct"; the
-    last five with thoughts and tags not read.
+    Seen failing with every mention of an option taken for a statement, with mentions put on a par with statements, with
+    the first one taken, and without "is correct"; the last five with thoughts and tags not read.
     """
     scores = {choice: multiple_choice(choices=4)("p", completion, choice) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
@@ -129,7 +136,8 @@ def test_choices_may_be_texts() -> None:
         ("Cold!", "C. cold", 1.0),
     ]:
         assert multiple_choice(choices=choices)("p", completion, answer) == score
-        assert multiple_choice()("p", completion, answer, choices=choices) == score
+        for column in (choices, {"text": choices, "label": ["A", "B", "C", "D"]}):
+            assert multiple_choice()("p", completion, answer, choices=column) == score
 
 
 @pytest.mark.parametrize("answer", ["F", "", "2", "hot", "A warm day"])
@@ -150,11 +158,13 @@ def test_a_reference_that_is_no_choice_is_an_error_not_a_0(answer: str) -> None:
         (r"\frac{3}{4}", 0.75), (r"-\dfrac{1}{2}", -0.5), ("1.5e3", 1500), ("-2E-2", Fraction(-1, 50)),
         ("1.5 x 10^3", 1500), (r"1.5 \times 10^{-3}", Fraction(3, 2000)), ("5 m^2", 5), ("5 m2", 5), ("5 m/s", 5),
         ("5km", 5), (".5", 0.5), ("5.", 5), ("1{,}000", 1000), ("3/0", None), ("1e999999999", None),
-        ("", None), ("none", None), ("x2", None),
+        ("", None), ("none", None), ("x2", None), ("9.8 m s^{-2}", Fraction("9.8")), ("9.8 m s^-2", Fraction("9.8")),
+        ("10^6", 10**6), ("-10^{-3}", Fraction(-1, 1000)), ("2^3", None), ("**12** 3", 3),
+        (r"\frac{-1}{2}", -0.5), ("9" * 5000, None),
     ],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> None:
-    """Seen failing with a number within a unit (m2) read, and with a minus between numbers taken as a sign."""
+    """Seen failing with a number within a unit (m2, s^-2) read, and with a minus between numbers taken as a sign."""
     assert [number.value for number in read_numbers(text)] == [value] * (value is not None)
 
 

@@ -57,6 +57,7 @@ def block(text: str, label: str = "python", fence: str = "```") -> str:
         (block(WHOLE, "{.python}"), WHOLE),
         (block(WHOLE, "Python3 title=x", "````"), WHOLE),
         (block(DEFINES) + "Then read the number:\n" + block("print(triple(int(input())))\n"), None),
+        (block("import math\n") + "then\n" + block("print(math.pi)\n"), "import math\n\nprint(math.pi)\n"),
         (block(DEFINES + WHOLE) + "For example\n" + block(USES), DEFINES + WHOLE),
         (block(DEFINES + WHOLE) + "Now shorter:\n" + block(WHOLE), WHOLE),
         (block(WHOLE) + block("\n"), WHOLE),

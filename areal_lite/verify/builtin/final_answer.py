@@ -16,6 +16,7 @@ _MARKUP = re.compile(r"</\w+>|<[A-Za-z][\w-]+>|<[|\uff5c][^<>]*[|\uff5c]>")
 """Other tags, and special tokens such as </s> and <|im_end|>: math-verify drops a number beside them."""
 _PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | dict.fromkeys([0x2010, 0x2011, 0x2212, 0x2013], "-")
 """ASCII for full-width characters, and for the signs that stand for a minus."""
+_DISPLAY = re.compile(r"(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])[ \t.]*$", re.DOTALL | re.MULTILINE)
 _BETWEEN = re.compile(r"[\s${}]|\\(?:text|quad|[()\[\],;: ])")
 """What may stand beside the word or sign that makes two boxes one list."""
 
@@ -112,8 +113,11 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _first_sentence(text: str) -> str:
-    """Cut at a line's end, or at a full stop that ends a sentence, but not within `$...$`."""
-    line = text.strip().partition("\n")[0]
+    """Cut at a line's end, or at a full stop that ends a sentence, but not within `$...$`; a display is read whole."""
+    text = text.lstrip("*_`: \t\n")
+    if display := _DISPLAY.match(text):
+        return _tidy(display[1] or display[2])
+    line = text.partition("\n")[0].rstrip()
     end = re.search(r"[.!?](?=\s+[A-Z]|\s*$)", line)
     if end and line[: end.start()].count("$") % 2 == 0:
         line = line[: end.start()]

@@ -14,13 +14,15 @@ _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an 
 
 _FIGURES = r"(?:\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _TIMES = r"\s*(?:[x\u00d7*\u00b7]|\\times|\\cdot)\s*"
-_POWER = rf"(?:[eE](?P<exponent>[+-]?\d+)|{_TIMES}10\s*(?:\^|\*\*)\s*\{{?(?P<power>[+-]?\d+)\}}?)"
+_RAISED = r"(?:\s*\^\s*|\s+\*\*\s+|\*\*)\{?"  # the stars of **12** 3 end bold figures
+_POWER = rf"(?:[eE](?P<exponent>[+-]?\d+)|{_TIMES}10{_RAISED}(?P<power>[+-]?\d+)\}}?)"
 NUMBER = re.compile(
     # Not within a word or behind a power sign (m2, m^2); a minus between two numbers is an operator.
-    r"(?<![\w^.\\])(?<![\^_]\{)(?:(?<![\d)])(?<![\d)]\s)(?P<minus>-|\u2212)\s?)?(?:[$€£]\s?|\\\$\s?)?"
+    r"(?<![\w^.\\])(?<![\^_]\{)(?<!\^-)(?<!\^\{-)(?:(?<![\d)])(?<![\d)]\s)(?P<minus>-|\u2212)\s?)?(?:[$€£]\s?|\\\$\s?)?"
     rf"(?:(?P<whole>\d+)(?:\s+(?=\d+/\d)|\s*(?=\\[dt]?frac)))?"
-    rf"(?:\\[dt]?frac\{{(?P<above>{_FIGURES})\}}\{{(?P<below>{_FIGURES})\}}"
-    rf"|(?P<figures>{_FIGURES}){_POWER}?(?:\s?/\s?(?P<divisor>{_FIGURES}))?)"
+    rf"(?:\\[dt]?frac\{{(?P<above>-?{_FIGURES})\}}\{{(?P<below>-?{_FIGURES})\}}"
+    rf"|10{_RAISED}(?P<ten>[+-]?\d+)\}}?"
+    rf"|(?P<figures>{_FIGURES})(?:{_POWER}|(?!\d|\.\d|{_RAISED}[+-]?\d))(?:\s?/\s?(?P<divisor>{_FIGURES}))?)"
     r"(?P<percent>\s*(?:\\?%|percent\b))?"
 )
 
@@ -63,9 +65,16 @@ def read_numbers(text: str) -> list[Number]:
 
 
 def value_of(match: re.Match[str]) -> Fraction | None:
-    """Return the number that a match of `NUMBER` stands for; None if it divides by zero or exceeds any float."""
-    exponent = int(match["exponent"] or match["power"] or 0)
-    above, below = _plain(match["figures"] or match["above"]), _plain(match["divisor"] or match["below"] or "1")
+    """Return the number that a match of `NUMBER` stands for; None if it divides by zero or exceeds any float.
+
+    None as well for thousands of digits, which Python refuses to read.
+    """
+    try:
+        exponent = int(match["exponent"] or match["power"] or match["ten"] or 0)
+        above = _plain(match["figures"] or match["above"] or "1")
+        below = _plain(match["divisor"] or match["below"] or "1")
+    except ValueError:
+        return None
     if abs(exponent) > _MAX_EXPONENT or below == 0:
         return None
     size = int(match["whole"] or 0) + above * Fraction(10) ** exponent / below

@@ -81,7 +81,7 @@ def _parts(text: str) -> Iterator[tuple[Fraction, Any] | None]:
     """Yield each number of a quantity with its unit, sympy's or a word; None for whatever else is there."""
     start = 0
     for match in _UNIT.finditer(text):
-        figures, word = _JOINS.sub("", text[start : match.start()]), _JOINS.sub("", match[1] or match[2])
+        figures, word = _JOINS.sub("", text[start : match.start()]), _JOINS.sub("", match[1] or match[2] or "")
         start = match.end()
         number = NUMBER.fullmatch(figures)
         value = value_of(number) if number else None

@@ -57,7 +57,7 @@ def names_of(source: str) -> Names:
         tables = [symtable.symtable(source, "program", "exec")]
     except (SyntaxError, ValueError, RecursionError):
         return Names(set(), set(), set())
-    bound = {name.get_name(): name for name in tables[0].get_symbols() if name.is_assigned()}
+    bound = {name.get_name(): name for name in tables[0].get_symbols() if name.is_assigned() or name.is_imported()}
     defined = {name for name, symbol in bound.items() if not symbol.is_imported()}
     for table in tables:
         tables += table.get_children()

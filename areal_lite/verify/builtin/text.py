@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -120,11 +120,11 @@ class multiple_choice(AnswerArguments):
     """how many there are, or their texts in order; a column choices of the row goes before it"""
 
     @any_reference
-    def __call__(
-        self, prompt: str, completion: str, answer: str, /, *, choices: int | Sequence[str] | None = None, **row: Any
-    ) -> float:
+    def __call__(self, prompt: str, completion: str, answer: str, /, *, choices: Any = None, **row: Any) -> float:
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
+        if isinstance(choices, Mapping):  # as in ARC's rows: {"text": [...], "label": [...]}
+            choices = choices.get("text", ())
         letters, texts = _letters(choices), _texts(choices)
         reference = plain_text(answer_text(answer))
         expected = _named_choice(reference, letters, texts) or _stated_choice(reference, letters)
@@ -160,15 +160,22 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     either = f"{letters}{letters.lower()}"
     # "the answer is a number" states no choice: a bare small letter needs an end after it.
     bare = rf"[{letters}](?![\w'])|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
-    word = r"(?i:answer(?:\s+is)?|choice(?:\s+is)?|option(?:\s+is)?|correct\s+is)"
-    wrapped = rf"\\text(?:bf)?\{{\s*\(?([{either}])\)?\s*\}}"
+    # "option D is wrong" states no choice, "the answer is option D" and "option: D" do.
+    word = (
+        r"(?i:answer(?:\s+is)?(?:\s*:?\s*(?:the\s+)?(?:option|choice))?|correct\s+is"
+        r"|(?:option|choice)(?:\s+is|(?=\s*[:=])))"
+    )
+    wrapped = rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*\(?([{either}])\)?\s*\}}"
     statement = re.compile(
         rf"\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
-        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\(([{either}])\)|({bare}))"
+        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\\?\(\s*([{either}])\s*\\?\)|{wrapped}|({bare}))"
         rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b",
         re.MULTILINE,
     )
-    mention = re.compile(rf"(?<![\w\\])\(([{either}])\)|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)", re.MULTILINE)
+    mention = re.compile(
+        rf"(?<![\w\\])\(([{either}])\)|\b(?i:option|choice)\s+[*_$]*({bare})|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)",
+        re.MULTILINE,
+    )
     return statement, mention
 
 
