@@ -35,18 +35,25 @@ def _resolver(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
     return tag, re.compile(rf"(?!.*:|[-+]?0\d){form.pattern}", re.VERBOSE) if is_number else form
 
 
+_EXPONENT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]\d+$"))
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without dates, numbers to base 60 or 8, and duplicate keys, of which the last would win."""
+    """YAML without dates, numbers to base 60 or 8, and duplicate keys, of which the last would win.
+
+    1e-6 is a number; PyYAML asks for a point. 1e5 is a text, as it may be a name.
+    """
 
     yaml_implicit_resolvers = {
         first: [_resolver(*each) for each in forms if not each[0].endswith(":timestamp")]
+        + [_EXPONENT] * (first in {*"-+0123456789"})
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -127,6 +134,7 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
             raw[parent] = {}
         if not isinstance(raw[parent], dict):
             raise ConfigError(f"'{key}={value}' reaches into {parent!r}, which is a value, not a section")
+        raw[parent] = dict(raw[parent])  # what an anchor names stands in other places too
         raw = raw[parent]
     raw[last] = value
 

@@ -198,7 +198,7 @@ def _activation_parts(
     tokens = max(1, trainer.micro_batch_tokens // context) * context / trainer.mesh.context
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads / tensor
     queries = heads * _head_dim(architecture)
-    keys = getattr(architecture, "num_key_value_heads", heads) * _head_dim(architecture) / tensor
+    keys = _key_heads(architecture) * _head_dim(architecture) / tensor
     chosen = _chosen_experts(architecture)
     units = _mlp_width(architecture) / tensor
     layer = itemsize * (4 * units + 2 * keys + 2 * chosen * hidden) + (12 + 4 * itemsize) * hidden
@@ -294,7 +294,7 @@ def kv_bytes_per_token(architecture: Any, config: Config) -> float:
     """
     if latent := getattr(architecture, "kv_lora_rank", None):
         return float(architecture.num_hidden_layers * (latent + architecture.qk_rope_head_dim) * itemsize_of(config))
-    heads = max(1.0, architecture.num_key_value_heads / config.rollout.tensor_parallel)
+    heads = max(1.0, _key_heads(architecture) / config.rollout.tensor_parallel)
     return 2.0 * int(architecture.num_hidden_layers) * float(heads) * _head_dim(architecture) * itemsize_of(config)
 
 
@@ -342,7 +342,13 @@ def _mlp_width(architecture: Any) -> int:
     """Return the hidden units of a layer's MLP that work on a token, the most of any layer."""
     chosen = _chosen_experts(architecture) + (getattr(architecture, "n_shared_experts", None) or 0)
     experts = chosen * (getattr(architecture, "moe_intermediate_size", None) or 0)
-    return int(max(experts, getattr(architecture, "intermediate_size", 0)))
+    widths = (getattr(architecture, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner"))
+    return int(max(experts, next(filter(None, widths), 0 if experts else 4 * architecture.hidden_size)))
+
+
+def _key_heads(architecture: Any) -> int:
+    """Return the heads of keys and values; families that do not share them, such as GPT-2's, have no name for it."""
+    return int(getattr(architecture, "num_key_value_heads", None) or architecture.num_attention_heads)
 
 
 def itemsize_of(config: Config) -> int:

@@ -39,6 +39,8 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
     own = ("--on", "--profile", "--name", "--dry-run", "--detach", "--status", "--logs", "--stop", "--new-profile")
     if late := [word for word in rest if word.partition("=")[0] in own]:
         raise ConfigError(f"options of launch belong before the command, got {' '.join(late)} after it: move them")
+    if command in COMMANDS.values():  # they have no options: they would refuse what is no override
+        return command, named[0], rest[1:]
     return command, named[0], [word for word in rest if "=" in word and not word.startswith("-")]
 
 

@@ -1,5 +1,6 @@
 """The command line. Commands import heavy modules inside functions, so that `--help` is quick."""
 
+import errno
 import logging
 import signal
 import sys
@@ -41,6 +42,10 @@ COMMANDS = {
 """Commands in the order of `--help`: file, and a function that returns the exit code or a group of commands."""
 
 
+_OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+"""Errors of the operating system that a path which the user named explains."""
+
+
 class _Commands(TyperGroup):
     """Lists the commands in our order; exits with a command's return value, or with 1 and its error in a sentence."""
 
@@ -54,6 +59,13 @@ class _Commands(TyperGroup):
         except ArealLiteError as error:
             # As a Text: an error may hold brackets, which rich would read as markup.
             Console(stderr=True).print(Text.assemble((type(error).__name__, "bold red"), f": {error}"), soft_wrap=True)
+            code = 1
+        except OSError as error:
+            if error.filename is None or error.errno not in _OF_PATHS:
+                raise
+            Console(stderr=True).print(
+                Text(f"{error.strerror}: {error.filename}. Fix: name another path"), soft_wrap=True
+            )
             code = 1
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C ends the same way

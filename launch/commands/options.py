@@ -40,6 +40,8 @@ def out_file(metavar: str, help: str, *names: str) -> Any:
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"expected a file to write, got the folder {path}. Fix: add the file's name")
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(
             f"expected a path in an existing folder, got {path}. Fix: mkdir -p {path.absolute().parent}"

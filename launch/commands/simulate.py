@@ -53,6 +53,8 @@ def simulate_run(
         console.print(f"assumed shares of {gpu}'s peak, and more: {shares}", style="dim")
     cases = list(splits(config, inputs.gpus) if grid else [(config.trainer.ranks, config.rollout.workers, None)])
     steps = GRID_STEPS if grid else config.run.steps
+    if steps < 2:
+        raise ConfigError(f"simulate measures from one step to a later one, got run.steps={steps}. Fix: set 2 or more")
     rows = [
         one_row(inputs, config, ranks=ranks, engines=engines, eta=eta, steps=steps)
         for ranks, engines, eta in track(cases, "simulating", console=console, disable=not grid, transient=True)

@@ -122,10 +122,11 @@ def test_a_missing_recipe_names_the_shipped_ones_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"run: {steps: 3", b"run: steps: 3", b"\xff\xfe\x00", b"a: !!python/object:os.system {}"]
+    "content",
+    [b"run: {steps: 3", b"run: steps: 3", b"\xff\xfe\x00", b"a: !!python/object:os.system {}", b"a: {t: {{p}}}"],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
-    """Seen failing with `UnicodeDecodeError` not caught."""
+    """Seen failing with `UnicodeDecodeError` and, for a mapping as a key, `TypeError` not caught."""
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broken\.yaml is not readable as YAML"):
@@ -304,6 +305,20 @@ def test_a_date_is_a_text_and_merged_keys_may_be_set_anew(tmp_path: Path) -> Non
     assert config.model.chat_arguments == {"date_string": "2024-07-26"}
     assert config.run.env == {"date_string": "x"}
     assert config.run.dir == "2024-02-30"
+
+
+def test_an_override_changes_what_it_names_alone(tmp_path: Path) -> None:
+    """An anchor's mapping is the same object where it is an alias. Seen failing: the aliases changed with it."""
+    (path := tmp_path / "a.yaml").write_text("verifier: {arguments: {a: &a {b: {c: 1}}, d: *a, e: {<<: *a}}}")
+    arguments = load_config(str(path), ["verifier.arguments.a.b.c=2"]).verifier.arguments
+    assert arguments == {"a": {"b": {"c": 2}}, "d": {"b": {"c": 1}}, "e": {"b": {"c": 1}}}
+
+
+@pytest.mark.parametrize("text", ["1e-6", "-3E+4", "1.5e-3"])
+def test_a_number_with_an_exponent_is_a_number(text: str) -> None:
+    """Seen failing as a text, with which a verifier's argument was refused. 1e5 may be a name."""
+    assert parse_override(f"a.b={text}")[1] == float(text)
+    assert parse_override("a.b=1e5")[1] == "1e5"
 
 
 @pytest.mark.parametrize(

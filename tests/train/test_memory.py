@@ -99,6 +99,18 @@ def test_latent_attention_keeps_one_vector_for_all_heads() -> None:
     assert memory.kv_bytes_per_token(AutoConfig.for_model("deepseek_v3"), config) == 70272
 
 
+def test_families_without_shared_heads_and_with_another_name_for_the_width() -> None:
+    """GPT-2 has no num_key_value_heads, and n_inner, or four times the hidden size, for intermediate_size.
+
+    Seen failing with an `AttributeError`, and with a width of 0.
+    """
+    config = make_config(model={"compute_dtype": "bfloat16"})
+    models = [AutoConfig.for_model("gpt2", n_inner=width) for width in (None, 4 * 768, 8 * 768)]
+    assert memory.kv_bytes_per_token(models[0], config) == 12 * 2 * 768 * 2
+    default, same, wider = (sum(memory.rank_size(model, config).parts.values()) for model in models)
+    assert default == same < wider
+
+
 TRACED = json.loads((Path(__file__).parent / "traced_memory.json").read_text())
 """Peaks in GiB of a rank of gsm8k_1node with other settings, as torch's FSDP memory tracker recorded them while the
 trainer's own update ran on fake tensors; with and without an attention mask that only fake tensors get."""

@@ -74,6 +74,13 @@ def test_a_command_that_is_none(words: str, message: str) -> None:
         recipe_of(words.split())
 
 
+@pytest.mark.parametrize("words", ["run.steps 3", "--foo"])
+def test_words_that_train_refuses_are_refused(words: str) -> None:
+    """Seen failing: `launch` left them out, and the job that had waited ended at once."""
+    with pytest.raises(ConfigError, match="an override is section"):
+        list(problems(make_job(words=f"train arith_cpu {words}")))
+
+
 def test_the_recipe_and_plug_ins_that_are_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with overrides left out, and with what a preset's file names."""
     monkeypatch.chdir(tmp_path)

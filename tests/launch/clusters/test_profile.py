@@ -17,6 +17,7 @@ from areal_lite.launch.commands import main as cli
     [
         ({"nodes": 0}, "nodes: input should be greater than or equal to 1, got 0"),
         ({"ports": "40000-50000"}, "from 1024 to 32767"),
+        ({"env": {"HF-HUB": "1"}}, "a name in env must match pattern .*, got 'HF-HUB'"),
         ({"ports": "20000-22300"}, "ports must hold 2400 ports for nodes=4, got 20000-22300"),
     ],
 )

@@ -80,6 +80,23 @@ def test_a_file_without_a_folder_is_said_before_any_work(
     """Seen failing without the look: a traceback, once all was done."""
     assert cli.main([*words, str(tmp_path / "nowhere" / "out")]) == 2
     assert "expected a path in an existing folder" in capsys.readouterr().err
+    assert cli.main([*words, str(tmp_path)]) == 2
+    assert "expected a file to write, got the folder" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["watch", "README.md"], "Not a directory: README.md/writer.json. Fix: name another path"),
+        (["simulate", "arith_cpu", "run.steps=1"], "got run.steps=1. Fix: set 2 or more"),
+    ],
+)
+def test_a_bad_path_or_value_is_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with tracebacks of Python."""
+    assert cli.main(words) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [["check-config", "arith_cpu"], ["eval", "none", "--recipe", "arith_cpu"]])
