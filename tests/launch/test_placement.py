@@ -62,7 +62,11 @@ def test_thread_counts_are_the_recipes() -> None:
     config = parse_config({"rollout": {"threads": 3}, "trainer": {"threads": 5}})
     threads = {kind: actor_options(config, kind)["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for kind in KINDS}
     assert threads == {"queue": "1", "rollout": "3", "verifier": "1", "trainer": "5"}
-    owners = {"MALLOC_ARENA_MAX": "trainer", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "rollout"}
+    owners = {
+        "MALLOC_ARENA_MAX": "trainer",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "rollout",
+        "MALLOC_MMAP_THRESHOLD_": "rollout",
+    }
     for name, owner in owners.items():
         assert [kind for kind in KINDS if name in actor_options(config, kind)["runtime_env"]["env_vars"]] == [owner]
 

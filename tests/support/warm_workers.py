@@ -55,7 +55,7 @@ NOT_SEEN = (
 )
 """Variables that differ between workers, and at which no import looks but Ray's (see `become`), or with no effect here:
 `PYTHONPATH` names this code, and no test asks for a model of the hub."""
-MALLOPT = {"MALLOC_ARENA_MAX": -8}
+MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3}
 """glibc reads these when a process starts, which a copy does not: numbers of `mallopt`."""
 _START_S, _ASKED_S, _LOOK_S, _IDLE_S = 120, 10, 0.5, 120
 serving: set[int] = set()
