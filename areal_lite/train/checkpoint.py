@@ -17,6 +17,7 @@ Shape letters: `T` tokens, `V` vocabulary.
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
@@ -181,7 +182,8 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
     Args:
         folder: Created if missing.
         model: A transformers model, sharded or not. Adapters are merged, and also written to `adapter/`.
-        base_folder: The initial model; dtype and tokenizer are taken from there, chat template included.
+        base_folder: The initial model; dtype, generation config and tokenizer are taken from there, with the chat
+            template.
     """
     target = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
     shards = {name: (value, value.dtype) for name, value in adapter_parameters(model)}
@@ -192,7 +194,12 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
             save_adapter(folder / "adapter", model, {name: value.cpu() for name, value in adapter.items()})
         weights |= {name: value.detach().cpu() for name, value in saved_buffers(model)}
         saver: Any = model
+        if (given := Path(base_folder, "generation_config.json")).is_file():
+            # Copied below: transformers refuses to write some that it reads, such as a temperature without do_sample.
+            saver.generation_config = GenerationConfig()
         saver.save_pretrained(folder, state_dict=weights)
+        if given.is_file():
+            shutil.copyfile(given, folder / given.name)
         config = deepcopy(saver.config)
         config.dtype = config.get_text_config().dtype = target  # transformers writes that of the float32 masters
         config.save_pretrained(folder)
