@@ -1,7 +1,8 @@
 """LoRA with peft: low-rank adapters in a frozen model, merged weights, and the adapters' own folder.
 
 Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the start. peft replaces each linear layer
-by one of its own. Source: arXiv 2106.09685, section 4.1.
+by one of its own, and wraps experts that transformers stacks once for each of their parameters. Source: arXiv
+2106.09685, section 4.1.
 """
 
 from collections.abc import Iterator
@@ -76,8 +77,15 @@ def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]
     for name, parameter in model.named_parameters():
         if f".{_NAME}." not in name:
             owner, _, own_name = name.rpartition(".base_layer.")
-            adapts = owner and own_name == "weight"
-            yield name.replace(".base_layer.", "."), parameter, model.get_submodule(owner) if adapts else None
+            # Stacked experts have several parameters: the adapter of one is the base layer of the next one's.
+            while owner and getattr(model.get_submodule(owner), "parameter_name", "weight") != own_name:
+                owner = owner.rpartition(".base_layer")[0]
+            yield plain_name(name), parameter, model.get_submodule(owner) if owner else None
+
+
+def plain_name(name: str) -> str:
+    """Return what a parameter is called in a model without adapters."""
+    return name.replace(".base_layer", "")
 
 
 def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -97,7 +105,10 @@ def factors(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return a layer's weight `W + s B A` in float32, from whole W, A and B."""
+    """Return a layer's weight `W + s B A` in float32, from whole W, A and B; of stacked experts, that of each."""
+    if weight.ndim == 3:  # as peft lays out E experts: A [E * rank, in], B [out, rank * E]
+        a = a.reshape(len(weight), -1, a.shape[1])
+        b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)
     change: Tensor = layer.scaling[_NAME] * (b @ a)
     return weight.float() + (change.T if layer.fan_in_fan_out else change)
 

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from areal_lite.errors import HandoverError
 from areal_lite.train.gathers import whole_parameters
-from areal_lite.train.lora import model_parameters, saved_buffers
+from areal_lite.train.lora import model_parameters, plain_name, saved_buffers
 from areal_lite.weights.families import bit_squares
 from areal_lite.weights.gloo import GlooSender, GlooUpdateInfo, packed
 
@@ -204,7 +204,7 @@ class WeightPublisher:
         names = {id(parameter): name for name, parameter, _ in model_parameters(self._model)}
         # A tied output layer is not sent, but the engine may keep a copy of it.
         tied = [(name, names.get(id(value))) for name, value in self._model.named_parameters(remove_duplicate=False)]
-        return sums | {name.replace(".base_layer.", "."): sums[first] for name, first in tied if first in sums}
+        return sums | {plain_name(name): sums[first] for name, first in tied if first in sums}
 
     def _blamed(self, error: Exception) -> Mapping[str, str]:
         """Return the engines that failed, and why; all of a broken group, if the error names none."""
