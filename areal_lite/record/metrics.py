@@ -120,7 +120,8 @@ METRICS = (
     _alike("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
            curve="advantages, standard deviation"),
     _token_mean("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a "
-                "reference", "nats per token", empty=None, curve="KL to the reference"),
+                "reference, or when every weight is 0", "nats per token", over="weighted_tokens", empty=None,
+                curve="KL to the reference"),
     _alike("kl_coef", "weight of the KL to the reference in this step; null without one", empty=None,
            curve="coefficient of that KL"),
     Metric("value_loss", "of applied critic updates; null without any",

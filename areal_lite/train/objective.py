@@ -154,6 +154,8 @@ class UpdateLoss:
             # k3 is never negative, unlike k1 off-policy.
             distances_T = kl_estimate(current_T, reference_logprobs_T=tokens.reference_logprobs_T, estimator="k3")
             sums["kl_ref"] = _total(weights_T * distances_T, tokens)
+            # Tokens that cap or filter removes would count as tokens without any distance.
+            sums["weighted_tokens"] = (tokens.loss_mask_T & (weights_T > 0)).sum()
         sums |= {own_metric(name): value for name, value in logged.items()}
         return loss, {name: value.detach().double() for name, value in sums.items()}
 

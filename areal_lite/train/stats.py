@@ -19,10 +19,11 @@ from areal_lite.types import Shard, StopReason
 
 COUNTS = {
     "rows": Reduction.SUM,
+    "weighted_tokens": Reduction.SUM,
     "policy_updates": Reduction.ALIKE,
     "critic_updates": Reduction.ALIKE,
 }
-"""Divisors of means beside the metrics; updates are those that were applied."""
+"""Divisors of means beside the metrics; updates are those that were applied, tokens those with a weight above 0."""
 
 _REDUCTIONS = COUNTS | {metric.name: metric.reduction for metric in METRICS if metric.reduction}
 _OWN = "loss_metrics/"

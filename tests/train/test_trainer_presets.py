@@ -80,6 +80,27 @@ def test_the_kl_coefficient_follows_its_target(
     assert logged == [0.04, 0.04 * factor]
 
 
+@pytest.mark.parametrize(("dropped", "factor"), [(8, 2.0), (12, 1.0)])
+def test_tokens_without_a_weight_have_no_kl(
+    model_folder: str, reference_folder: str, rows: list[Row], dropped: int, factor: float
+) -> None:
+    """Samples that the filter drops count no more than failed ones; where all are dropped, the coefficient stays.
+
+    Seen failing with the mean over all trained tokens.
+    """
+    objective = {"preset": "grpo", "kl_target": 1e-6, "behaviour_filter": "geometric"}
+    config = config_of({"objective": objective, "trainer": {"minibatches": 1}}, model_folder)
+    trainer, other = (make_trainer(reference_folder, config) for _ in range(2))
+    rows = [dataclasses.replace(row, minibatch=0) for row in rows]
+    unlikely = [dataclasses.replace(row.sample, logprobs=row.sample.logprobs - 20) for row in rows]
+    far = [dataclasses.replace(row, sample=sample) for row, sample in zip(rows, unlikely, strict=True)]
+    failed = np.where(np.arange(12).reshape(3, 4) < dropped, np.nan, REWARDS)
+    expected = other.train_step(make_shard(rows, rewards=failed))["kl_ref"]
+    shard = make_shard([*far[:dropped], *rows[dropped:]], rewards=REWARDS)
+    assert trainer.train_step(shard)["kl_ref"] == (expected and pytest.approx(expected))
+    assert trainer.train_step(dataclasses.replace(shard, version=6))["kl_coef"] == 0.04 * factor
+
+
 def test_an_adaptive_coefficient_stays_near_the_recipes() -> None:
     """The distance to a reference starts at 0. Seen failing without the bounds."""
     for measured, end in ((0.0, 4e-4), (1.0, 4.0)):
