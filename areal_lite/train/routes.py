@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, Qwen3Config
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    Qwen3Config,
+)
 from transformers.utils.output_capturing import OutputRecorder
 
 from areal_lite.config.offline import OfflineConfig
@@ -86,12 +91,14 @@ def routers_of(model: nn.Module) -> list[tuple[int, Any]]:
 
 
 def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
-    """Check that a model has the layers that a recipe adapts, splits and replays; without a folder, the built-in model.
+    """Check that a model has the layers that a recipe needs; without a folder, the built-in model.
 
     Raises:
-        ConfigError: A target of `trainer.lora` is none of its layers, its experts cannot be spread over
-            `trainer.mesh.expert` ranks, or there is no router to replay.
+        ConfigError: transformers has no class for a critic or a reward model of this family, a target of `trainer.lora`
+            is none of its layers, its experts cannot be spread over `trainer.mesh.expert` ranks, or there is no router
+            to replay.
     """
+    _check_head(config, folder)
     model = empty_model(Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder))
     if config.trainer.lora is not None:
         check_targets(config.trainer.lora, model)
@@ -101,4 +108,22 @@ def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
         raise ConfigError(
             "rollout.replay_routes needs a mixture of experts with routers that transformers can record, such as "
             f"Qwen3-MoE, got {type(model).__name__}. Fix: set it to false"
+        )
+
+
+def _check_head(config: Config | OfflineConfig, folder: Path | None) -> None:
+    """A critic scores tokens, a reward model sequences: transformers has neither for some families."""
+    path: str | Path | None = folder
+    if config.command == "reward_model":
+        known, kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "SequenceClassification"
+        user, setting = "command=reward_model", "model.path"
+    elif isinstance(config, Config) and config.objective.baseline == "critic":
+        known, kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "TokenClassification"
+        user, setting, path = "objective.baseline=critic", "critic.path", config.critic.path or folder
+    else:
+        return
+    if path is not None and type(architecture := AutoConfig.from_pretrained(path)) not in known:
+        raise ConfigError(
+            f"{user} needs a model family with a class ...For{kind} in transformers, got {architecture.model_type} in "
+            f"{path}. Fix: set {setting} to a model of another family, such as Qwen3"
         )

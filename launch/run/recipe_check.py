@@ -87,8 +87,11 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
         check_model(config, folder)
         if reach >= Reach.MACHINE and config.run.device == "cpu" and config.trainer.lora is None:
             _check_room(folder)
-    is_replaying = config.command == "train" and config.rollout.replay_routes
-    if config.trainer.lora is not None or config.trainer.mesh.expert > 1 or is_replaying:
+    if config.command == "train":
+        is_special = config.rollout.replay_routes or config.objective.baseline == "critic"
+    else:
+        is_special = config.command == "reward_model"
+    if config.trainer.lora is not None or config.trainer.mesh.expert > 1 or is_special:
         from areal_lite.train.routes import check_layers  # imports torch
 
         check_layers(config, folder)

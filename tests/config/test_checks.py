@@ -27,6 +27,16 @@ FAULTS = {
     ),
     "weights that vLLM loads wrongly": ("train", [*OWN[:1], "model.path=./gpt"], "is a gpt_oss model, of which vLLM"),
     "state-space layers": ("train", [*OWN[:1], "model.path=./mamba"], "is a nemotron_h model, of which vLLM"),
+    "critic of a family without": (
+        "train",
+        ["arith_cpu", "objective.preset=ppo", "model.path=./granite"],
+        "objective.baseline=critic needs a model family with a class ...ForTokenClassification in transformers, got g",
+    ),
+    "reward model of a family without": (
+        "reward-model",
+        ["rlhf_reward_model", "model.path=./granite"],
+        "...ForSequenceClassification in transformers, got granite in {here}/granite. Fix: set model.path to",
+    ),
     "no such column": ("train", [*OWN, "data.path=good.jsonl", "data.answer_column=b"], "has no column 'b' in any row"),
     "no such data": ("train", [*OWN, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
     "nothing to show": ("train", [*OWN[:3], "data.path=good.jsonl"], "the warm start of model.path=builtin:arith"),
@@ -72,7 +82,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = json.dumps({"question": "1+1=?", "answer": "2"})
     Path("rows.jsonl").write_text(f"{row}\n" + "broken\n" * 4)
     Path("good.jsonl").write_text(f"{row}\n")
-    kinds = {"gpt": {"model_type": "gpt_oss"}, "mamba": {"model_type": "nemotron_h"}}
+    kinds = {
+        "gpt": {"model_type": "gpt_oss"},
+        "mamba": {"model_type": "nemotron_h"},
+        "granite": {"model_type": "granite"},
+    }
     for name, settings in {"model": {"max_position_embeddings": 512}, **kinds}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
