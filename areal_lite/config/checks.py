@@ -69,6 +69,10 @@ def _batch_problems(config: "Config") -> Iterable[str]:
             f"objective.proximal=reuse is exact only with one optimiser update, got trainer.minibatches="
             f"{minibatches}: set it to 1, or objective.proximal to recompute"
         )
+    if config.objective.proximal != "behaviour" and minibatches == 1:
+        because = "with trainer.minibatches=1, where the proximal policy is the current one"
+        to_do = "raise trainer.minibatches, or leave it out"
+        yield from config.objective.unread(["proximal_kl_coef"], because, at="objective.", to_do=to_do)
 
 
 def _timeout_problems(config: "Config") -> Iterable[str]:

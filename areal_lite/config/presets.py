@@ -24,6 +24,14 @@ _READ_BY = {
 }
 """Settings of the policy term that only these surrogates read."""
 
+_FILTERS = {
+    "m2po_threshold": "m2po",
+    "geometric_low": "geometric",
+    "geometric_high": "geometric",
+    "binary_kl_limit": "binary_kl",
+}
+"""Settings that only this behaviour filter reads."""
+
 
 class LossConfig(Section):
     """Settings of the policy term. Each is a keyword of the loss function: one that it does not take is refused."""
@@ -139,11 +147,21 @@ class ObjectiveConfig(LossConfig):
                 yield f"objective.scale=group_std {per_token}: set objective.scale to batch_std or none"
             if self.advantage_function is not None:
                 yield f"objective.advantage_function {per_token}: leave one of them out"
+        else:
+            yield from self.unread(["gae_lambda"], "without objective.baseline=critic")
         yield from self._surrogate_problems()
         if self.proximal == "behaviour":
             to_do = "set proximal=recompute, or behaviour_filter=none"
             because = "with objective.proximal=behaviour, the policy that it compares with itself"
             yield from self.unread(["behaviour_filter"], because, to_do=to_do)
+        for key, user in _FILTERS.items():
+            if self.behaviour_filter != user:
+                yield from self.unread([key], f"without objective.behaviour_filter={user}")
+        for key, value in (("behaviour_weight", "none"), ("proximal", "behaviour")):
+            if getattr(self, key) == value:
+                because = f"with objective.{key}={value}, where every weight is 1"
+                keys = [f"behaviour_weight_{name}" for name in ("cap", "above", "floor")]
+                yield from self.unread(keys, because, to_do="leave it out")
         if self.behaviour_weight_floor >= self.behaviour_weight_cap:
             got = f"{self.behaviour_weight_floor} and {self.behaviour_weight_cap}"
             yield f"objective.behaviour_weight_floor must lie below behaviour_weight_cap, got {got}"
@@ -176,7 +194,7 @@ class ObjectiveConfig(LossConfig):
     def _penalty_problems(self) -> Iterable[str]:
         """Of the distance to a reference."""
         if self.kl == "none":
-            yield from self.unread(("kl_coef", "kl_target", "reference_path"), "without objective.kl")
+            yield from self.unread(("kl_coef", "kl_target", "kl_estimator", "reference_path"), "without objective.kl")
         elif self.kl_coef == 0:
             yield f"objective.kl={self.kl} needs objective.kl_coef above 0, got 0: set it, or objective.kl to none"
         if self.reward_scale == 0 and self.reference_path is None:
@@ -233,7 +251,10 @@ def expand_preset(raw: Any) -> Any:
     for section, settings in read_preset(str(objective.get("preset", "areal"))).items():
         given = raw.get(section) or {}
         if settings and isinstance(given, Mapping):
-            is_off = given.get("kl") == "none"  # without the KL, its figures in the preset mean nothing
-            kept = {name: value for name, value in settings.items() if not (is_off and name.startswith("kl"))}
+            # Without KL or weights, their figures in the preset mean nothing.
+            off = ["kl"] if given.get("kl") == "none" else []
+            if given.get("behaviour_weight") == "none" or given.get("proximal") == "behaviour":
+                off.append("behaviour_weight_")
+            kept = {name: value for name, value in settings.items() if not name.startswith(tuple(off))}
             expanded[section] = kept | dict(given)
     return expanded

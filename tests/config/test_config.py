@@ -194,6 +194,10 @@ COMBINATIONS = [
         ["objective.proximal=reuse", "trainer.minibatches=2", "set it to 1, or objective.proximal to recompute"],
     ),
     (
+        {"objective": {"proximal_kl_coef": 0.1}, "trainer": {"minibatches": 1}},
+        ["objective.proximal_kl_coef=0.1 is not read with trainer.minibatches=1", "raise trainer.minibatches"],
+    ),
+    (
         {"rollout": {"max_new_tokens": 512}, "model": {"max_context": 512}},
         ["rollout.max_new_tokens", "512", "raise model.max_context"],
     ),

@@ -60,7 +60,19 @@ COMBINATIONS = [
     ({"reference_path": "x"}, ["objective.reference_path=x is not read without objective.kl"]),
     ({"preset": "raft", "kl": "reward", "kl_coef": 1.0}, ["objective.kl=reward", "surrogate=likelihood"]),
     ({"preset": "raft", "overlong_buffer": 0.1}, ["objective.overlong_buffer", "surrogate=likelihood"]),
-    ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
+    ({"behaviour_filter": "geometric", "geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
+    ({"gae_lambda": 0.5}, ["objective.gae_lambda=0.5 is not read without objective.baseline=critic"]),
+    ({"m2po_threshold": 0.1}, ["m2po_threshold=0.1 is not read without objective.behaviour_filter=m2po"]),
+    ({"geometric_low": 0.4}, ["geometric_low=0.4 is not read without objective.behaviour_filter=geometric"]),
+    ({"preset": "m2po", "geometric_high": 3.0}, ["geometric_high=3.0", "behaviour_filter=geometric: set that too"]),
+    ({"binary_kl_limit": 0.1}, ["binary_kl_limit=0.1 is not read without objective.behaviour_filter=binary_kl"]),
+    ({"kl_estimator": "k3"}, ["objective.kl_estimator=k3 is not read without objective.kl"]),
+    (
+        {"behaviour_weight": "none", "behaviour_weight_cap": 2.0},
+        ["behaviour_weight_cap=2.0 is not read with objective.behaviour_weight=none, where every weight is 1"],
+    ),
+    ({"proximal": "behaviour", "behaviour_weight_floor": 0.1}, ["weight_floor=0.1", "proximal=behaviour", "leave it"]),
+    ({"proximal": "behaviour", "behaviour_weight_above": "truncate"}, ["behaviour_weight_above=truncate is not read"]),
     ({"preset": "cispo", "clip_dual": 3.0}, ["objective.clip_dual=3.0", "=weighted_likelihood", "surrogate=ratio"]),
     ({"soft_positive": 2.0}, ["objective.soft_positive=2.0", "with objective.surrogate=ratio", "=soft_ratio"]),
     ({"surrogate": "soft_ratio"}, ["objective.surrogate=soft_ratio clips no ratio", "set both to null"]),
@@ -78,10 +90,12 @@ def test_knobs_that_mean_nothing_together_are_refused(knobs: dict[str, Any], wor
     assert len(message.splitlines()) == 1
 
 
-def test_switching_a_presets_kl_off_takes_its_figures_along() -> None:
-    """Seen failing with all that a preset sets: its own coefficient was refused."""
+def test_switching_a_presets_kl_or_weights_off_takes_their_figures_along() -> None:
+    """Seen failing with all that a preset sets: its own coefficient, and its own floor, were refused."""
     got = objective_of({"objective": {"preset": "ppo", "kl": "none"}})
     assert (got.kl, got.kl_coef, got.baseline) == ("none", 0.0, "critic")
+    for off in ({"proximal": "behaviour"}, {"behaviour_weight": "none"}):
+        assert objective_of({"objective": {"preset": "icepop", **off}}).behaviour_weight_floor == 0.0
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -39,8 +39,9 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
             "aggregation": "sequence_sum",
             "clip_low": None,
             "clip_high": None,
-            "behaviour_weight_cap": UNCAPPED,
         }
+        if knobs.get("behaviour_weight") != "none" and knobs.get("proximal") != "behaviour":
+            simplest["behaviour_weight_cap"] = UNCAPPED
         config = recipe(groups=groups, samples=samples, **simplest | knobs)
         return trainer_step(config, monkeypatch, language=language, **of)
 
