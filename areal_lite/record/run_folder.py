@@ -52,7 +52,8 @@ _FREE_ON_RESUME = {
     *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
     "trainer.activation_checkpointing", "trainer.epochs",
 }  # fmt: skip
-"""Settings that may change on a resume because they do not change what is learned."""
+"""Settings that may change on a resume because they do not change what is learned; but `run.steps` does change the
+learning rate of `trainer.schedule: cosine`."""
 
 _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "max_grad_norm")}
 """Settings that a resume may change only where its command line names them."""
