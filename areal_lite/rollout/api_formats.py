@@ -277,9 +277,9 @@ def _head(prefix: str, kind: str, name: str, body: Body) -> dict[str, Any]:
 def _end(call: Call, body: Body) -> dict[str, Any]:
     reason = call.turn.stop_reason
     text = call.turn.text if reason is StopReason.STRING else ""
-    finish_reason = "length" if reason is StopReason.LENGTH else "stop"
+    finish_reason = "tool_calls" if call.answer.get("tool_calls") else "stop"
     return {
-        "finish_reason": "tool_calls" if call.answer.get("tool_calls") else finish_reason,
+        "finish_reason": "length" if reason is StopReason.LENGTH else finish_reason,
         "stop_reason": next((stop for stop in _stops(body.get("stop")) if stop in text), None),
         "logprobs": None,
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -103,6 +104,20 @@ def test_a_client_that_wants_one_tool_call_at_a_time_gets_one(api: str) -> None:
     sampling = Sampling(max_new_tokens=300, temperature=1.0)
     sample, speaker = asking(scenario, [TWO_CALLS, "z"], sampling=sampling, **HERMES)
     assert TWO_CALLS in speaker.tokenizer.decode(own(sample))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("api", "end"), [("chat/completions", "length"), ("messages", "max_tokens")])
+def test_a_tool_call_that_was_cut_off_is_not_reported_as_complete(api: str, end: str, is_streamed: bool) -> None:
+    """Seen failing with `tool_calls` and `tool_use`: the client ran what the parser had completed."""
+
+    async def scenario(llm: Any) -> None:
+        asked = {"tools": [CLAUDE_ADD if api == "messages" else ADD], "max_tokens": len(CALL), "stream": is_streamed}
+        answer = (await post(llm, api, KINDS[api] | asked)).text.replace(" ", "")
+        assert '"name":"add"' in answer
+        assert re.findall(r'_reason":"(\w+)"', answer) == [end]
+
+    asking(scenario, [CALL + " more", "z"], **HERMES)
 
 
 @pytest.mark.parametrize(
