@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_lite.data.encode import Messages, encode_text, render_chat
+from areal_lite.data.encode import Messages, Tokenizer, encode_text, render_chat
 from areal_lite.rollout.api_fields import Refusal
 from areal_lite.rollout.dialogue import ENVIRONMENT, following_ids, following_text
 from areal_lite.rollout.episode import EpisodeEngine, Turn
@@ -205,7 +205,7 @@ class Session:
             raise ValueError(
                 "chat messages need a model with a chat template, got none. Fix: send text to /completions"
             )
-        text = render_chat(asked.messages, tokenizer, tools=asked.tools)
+        asked, text = _rendered(asked, tokenizer)
         if asked.tools and text == render_chat(asked.messages, tokenizer):
             raise ValueError(
                 "tools must appear in the model's chat template, got a template that does not show tools. Fix: use "
@@ -241,6 +241,22 @@ class Session:
                 return Placed(asked=asked, context=context, parent=call)
         context = tuple(encode_text(asked.prompt, tokenizer, add_special_tokens=True))
         return Placed(asked=asked, context=context, parent=None)
+
+
+def _rendered(asked: Asked, tokenizer: Tokenizer) -> tuple[Asked, str]:
+    """Return a chat and its text; later system messages become the user's if the template refuses them, as Qwen3.5's.
+
+    Raises:
+        ValueError: The template refuses it all the same.
+    """
+    try:
+        return asked, render_chat(asked.messages, tokenizer, tools=asked.tools)
+    except ValueError:
+        later = [{**one, "role": "user"} if one["role"] == "system" else one for one in asked.messages[1:]]
+        changed = replace(asked, messages=(*asked.messages[:1], *later))
+        if changed == asked:
+            raise
+        return changed, render_chat(changed.messages, tokenizer, tools=changed.tools)
 
 
 def normalised(message: Mapping[str, Any]) -> Message:

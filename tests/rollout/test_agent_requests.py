@@ -241,6 +241,37 @@ def test_tools_that_the_template_does_not_show_are_refused() -> None:
     asking(refused_with("tools need rollout.tool_parser"))
 
 
+ONE_SYSTEM = (
+    "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    ("api", "first"),
+    [
+        ("chat/completions", {"messages": [{"role": "system", "content": "s"}]}),
+        ("responses", {"instructions": "s", "input": []}),
+        ("messages", {"system": "s", "messages": [], "max_tokens": 9}),
+    ],
+)
+def test_later_system_messages_are_the_users_where_the_template_refuses_them(api: str, first: dict[str, Any]) -> None:
+    """As Claude Code and Codex send them, to Qwen3.5's template. Seen failing: a 400 for each call."""
+    field, note = "input" if api == "responses" else "messages", {"role": "system", "content": "note"}
+
+    async def scenario(llm: Any) -> None:
+        turns = [user("a"), note, {"role": "assistant", "content": "abc"}, user("b"), note]
+        for num in (2, 5):
+            response = await post(llm, api, {**first, field: first[field] + turns[:num]})
+            assert response.status_code == 200, response.text
+
+    sample, speaker = asking(scenario, template=ONE_SYSTEM)
+    assert len(sample.branches) == 1  # the two calls
+    for name, context in zip("ab", speaker.contexts[:2], strict=True):
+        ending = f"<|im_start|>user\n{name}<|im_end|>\n<|im_start|>user\nnote<|im_end|>\n<|im_start|>assistant\n"
+        assert speaker.tokenizer.decode(context).endswith(ending)
+
+
 def test_a_model_can_be_looked_up() -> None:
     """Seen failing with status 405."""
 
