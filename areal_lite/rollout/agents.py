@@ -38,16 +38,17 @@ class Llm:
     model: str = "policy"
     """Any other name works as well."""
     endpoint: Endpoint | None = None
-    """Answers the client's plain calls in this event loop; None = all go over HTTP."""
+    """Answers the client's plain calls in its own event loop; None = all go over HTTP."""
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
         """A client, closed when the agent ends."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        # Without TLS, as loading certificates takes longer than many agents run, and without proxies.
-        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
+        # Without TLS, as loading certificates takes longer than many agents run, and without proxies. No connection is
+        # kept: an agent may use the client in event loops of its own, which end before the client is closed.
+        http, headers = DefaultAsyncHttpxClient(verify=False, trust_env=False), {"connection": "close"}
+        client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http, default_headers=headers)
         if self.endpoint is not None:
             client.post = partial(self._post, self.endpoint, client.post)  # type: ignore[method-assign]
         return client
@@ -59,7 +60,7 @@ class Llm:
         """
         options = request.get("options", {})
         is_plain = options.keys() <= {"security"} and not request.get("stream") and hasattr(cast_to, "model_validate")
-        if is_plain:
+        if is_plain and endpoint.is_in_this_loop:
             session, timeout = self.anthropic_base_url.rpartition("/")[2], self.client.timeout
             with suppress(Exception):
                 body = json.dumps(request.get("body"))
@@ -97,9 +98,7 @@ async def play(
     """
     session = Session(engine, max_new_tokens=max_new_tokens, parse=endpoint.parser(engine.tokenizer))
     async with endpoint.serving(session) as (root, key):
-        # A sync agent runs in a thread, and may have an event loop of its own there.
-        same_loop = endpoint if inspect.iscoroutinefunction(function) else None
-        llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=same_loop)
+        llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=endpoint)
         try:
             result = await call(function, task, llm, **arguments)
         finally:

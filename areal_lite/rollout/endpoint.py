@@ -199,6 +199,11 @@ class Endpoint:
         self._server.capture_signals = contextlib.nullcontext  # signals are the worker's business
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
+    @property
+    def is_in_this_loop(self) -> bool:
+        """Whether it listens in the running event loop; an agent may run another one in a thread."""
+        return self._serving is not None and self._serving.get_loop() is asyncio.get_running_loop()
+
     def _open(self, name: str, key: str) -> _OpenSession:
         opened = self._sessions.get(name)
         if opened is None:
@@ -211,7 +216,7 @@ class Endpoint:
         return opened
 
     async def answer(self, name: str, key: str, api: str, raw: str | bytes) -> dict[str, Any]:
-        """Answer a request that comes without HTTP.
+        """Answer a request that comes without HTTP, in the event loop that it listens in.
 
         Args:
             name: The session's, which `key` must open.
