@@ -167,7 +167,7 @@ class Session:
             paths.append([call for call in _path(leaf) if id(call) not in seen])
             seen.update(map(id, paths[-1]))
         first, *branches = map(self._joined, paths)
-        return replace(first, messages=tuple(_messages(paths[0])), branches=tuple(branches))
+        return replace(first, messages=tuple(_messages(paths[0], self._visible)), branches=tuple(branches))
 
     def credited(self, score: Score, values: Sequence[float]) -> Score:
         """Add what each call earned: where it ends, if it is on the last call's path, else to the common reward.
@@ -310,13 +310,13 @@ def _path(call: Call) -> list[Call]:
     return path[::-1]
 
 
-def _messages(path: Sequence[Call]) -> Iterator[dict[str, str]]:
+def _messages(path: Sequence[Call], visible: Callable[[Turn], str]) -> Iterator[dict[str, str]]:
     """Yield the messages after the first call's, with tool calls as the model wrote them."""
     before: Call | None = None
     for call in path:
         asked = call.placed.asked
         if before is not None and asked.prompt:
-            earlier = before.placed.asked.prompt + before.turn.text
+            earlier = before.placed.asked.prompt + visible(before.turn)
             yield {"role": ENVIRONMENT, "content": asked.prompt[len(earlier) :]}
         elif before is not None:
             for message in asked.messages[len(before.placed.asked.messages) + 1 :]:

@@ -210,7 +210,10 @@ def test_the_client_works_in_an_event_loop_of_the_agents_own(is_sync: bool) -> N
 
 
 def test_text_completions_continue_from_exact_tokens() -> None:
-    """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded again."""
+    """Without a chat template; a chat is refused by a sentence.
+
+    Seen failing with prompts encoded again, and with a transcript cut by the length of special tokens.
+    """
 
     async def agent(task: Mapping[str, Any], llm: Any) -> None:
         first = await llm.client.completions.create(model="m", prompt="Q: ")
@@ -218,9 +221,10 @@ def test_text_completions_continue_from_exact_tokens() -> None:
         with pytest.raises(openai.BadRequestError, match="chat template"):
             await say(llm, [user("a")])
 
-    sample, speaker = trained(agent, ["one", "two"], template=None)
-    assert speaker.tokenizer.decode([*sample.prompt_ids, *sample.token_ids]) == "Q: one<|im_end|> So? two<|im_end|>"
-    assert [m["content"] for m in sample.messages] == ["one", " So? ", "two"]
+    sample, speaker = trained(agent, ["o<|im_start|>ne", "two"], template=None)
+    whole = speaker.tokenizer.decode([*sample.prompt_ids, *sample.token_ids])
+    assert whole == "Q: o<|im_start|>ne<|im_end|> So? two<|im_end|>"
+    assert [m["content"] for m in sample.messages] == ["o<|im_start|>ne", " So? ", "two"]
 
 
 @pytest.mark.parametrize("max_tokens", [2.0, "2"])
