@@ -49,6 +49,8 @@ class Asked:
     def __post_init__(self) -> None:
         if not 1 <= self.num <= _MAX_ANSWERS:
             raise ValueError(f"n must be between 1 and {_MAX_ANSWERS}, got {self.num}. Fix: send several requests")
+        if "" in self.stop:
+            raise ValueError(f"stop strings must not be empty, got {list(self.stop)}. Fix: leave the empty one out")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}. Fix: raise it, or leave it out")
 

@@ -207,6 +207,8 @@ def test_a_response_ends_at_its_stop() -> None:
         ("chat/completions", {"stream_options": {"include_usage": True}}),
         ("chat/completions", {"n": "x"}),
         ("chat/completions", {"max_tokens": 0}),
+        ("chat/completions", {"stop": ""}),
+        ("chat/completions", {"stop": ["a", ""]}),
         ("chat/completions", {"messages": [{"role": "user", "content": ["a"]}]}),
         ("chat/completions", {"response_format": {"type": "json_schema"}}),
         ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
