@@ -8,7 +8,7 @@ finished answer.
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_lite.rollout.sessions import Asked, Call, Placed, normalised
@@ -142,11 +142,24 @@ def _as_chat(body: Body) -> dict[str, Any]:
     return {"model": body["model"], "stop": body.get("stop_sequences"), "stream_options": options}
 
 
+def _with_objects(calls: Calls) -> Calls:
+    """Return calls with an object as arguments of each tool: this API has nothing else, whatever the model wrote."""
+    changed = []
+    for call in calls:
+        functions = [tool["function"] for tool in normalised(call.answer).get("tool_calls", ())]
+        tools = [
+            {**tool, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+            for tool, function in zip(call.answer.get("tool_calls", ()), functions, strict=True)
+        ]
+        changed.append(replace(call, answer=call.answer | ({"tool_calls": tools} if tools else {})))
+    return changed
+
+
 def _write_messages(name: str, body: Body, calls: Calls) -> dict[str, Any]:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-    chat = ChatCompletionResponse.model_validate(_write_chat(name, _as_chat(body), calls))
+    chat = ChatCompletionResponse.model_validate(_write_chat(name, _as_chat(body), _with_objects(calls)))
     answer = AnthropicServingMessages.messages_full_converter(None, chat)  # it does not use the server, its `self`
     return dict(answer.model_dump(mode="json", exclude_none=True))
 
@@ -166,7 +179,7 @@ async def _messages_events(name: str, body: Body, calls: Calls) -> AsyncIterator
     async def chunks() -> AsyncIterator[str]:
         for chunk in _chat_opening(name, chat, calls[0].placed):
             yield chunk
-        async for chunk in _chat_events(name, chat, calls):
+        async for chunk in _chat_events(name, chat, _with_objects(calls)):
             yield chunk
 
     events = AnthropicServingMessages.message_stream_converter(None, chunks())

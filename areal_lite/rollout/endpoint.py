@@ -369,7 +369,12 @@ def _parse(parser: Any, tokenizer: Any, text: str, tools: Sequence[Mapping[str, 
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
-    reasoning, content, calls = parser(tokenizer, request.tools).parse(text, request, enable_auto_tools=bool(tools))
+    try:
+        reasoning, content, calls = parser(tokenizer, request.tools).parse(text, request, enable_auto_tools=bool(tools))
+    except Exception:  # some of vLLM's parsers raise if a call is malformed; others leave it in the text
+        if not tools:
+            raise
+        return _parse(parser, tokenizer, text, ())
     return _message(content, [{"name": one.name, "arguments": one.arguments} for one in calls or ()], reasoning)
 
 

@@ -13,6 +13,7 @@ The sample is the path 1, 3 with the branch 2.
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -262,7 +263,7 @@ def _rendered(asked: Asked, tokenizer: Tokenizer) -> tuple[Asked, str]:
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
-    """Return a chat message as templates expect it: content as one text, tool-call arguments as values, not JSON.
+    """Return a chat message as templates expect it: content as one text, tool-call arguments as an object, not JSON.
 
     Raises:
         ValueError: It holds more than text.
@@ -277,16 +278,16 @@ def normalised(message: Mapping[str, Any]) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     kept = {name: value for name, value in message.items() if value and name not in ("content", "role")}
     if calls := kept.get("tool_calls"):
-        kept["tool_calls"] = [{**call, "function": _with_values(call["function"])} for call in calls]
+        kept["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
     return {"role": role, "content": content, **kept}
 
 
-def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object; anything else that the model wrote is its only field."""
     arguments = function.get("arguments") or {}
-    try:
-        return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
-    except ValueError:
-        return dict(function)
+    with suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**function, "arguments": arguments if isinstance(arguments, Mapping) else {"arguments": arguments}}
 
 
 def _comparable(message: Message) -> object:

@@ -101,6 +101,25 @@ def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("arguments", ["oops", [1], None])
+def test_arguments_that_are_no_object_are_put_in_one_for_anthropics_clients(arguments: Any, is_streamed: bool) -> None:
+    """Seen failing with status 500, or 400 for the history that contains it."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
+        async with anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key) as client:
+            asked = {"model": "m", "max_tokens": 100, "tools": [CLAUDE_ADD]}
+            ask = partial(read, client.messages, **asked) if is_streamed else partial(client.messages.create, **asked)
+            (use,) = (await ask(messages=[user("a")])).content
+            assert use.input == {"arguments": arguments}
+            said = {"role": "assistant", "content": [use.model_dump(exclude_none=True)]}
+            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "no"}]}
+            await ask(messages=[user("a"), said, result])
+
+    sample, _ = trained(agent, [CALL.replace('{"a": 1, "b": 2}', json.dumps(arguments)), "so"], **HERMES)
+    assert sample.branches == ()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
 def test_responses_run_as_they_are(is_streamed: bool) -> None:
     """Whole inputs only. Seen failing with an earlier response's id that is passed over."""
     flat = {"type": "function", **ADD["function"]}

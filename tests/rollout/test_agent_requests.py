@@ -274,6 +274,17 @@ def test_later_system_messages_are_the_users_where_the_template_refuses_them(api
         assert speaker.tokenizer.decode(context).endswith(ending)
 
 
+def test_a_tool_call_that_its_parser_cannot_read_stays_text() -> None:
+    """Without the thoughts. Seen failing with status 500."""
+
+    async def scenario(llm: Any) -> None:
+        assert await say(llm, [user("a")], tools=[ADD]) == malformed
+
+    malformed = "<|action_start|><|plugin|>{<|action_end|>"
+    parsers = {"tool_parser": "internlm", "reasoning_parser": "qwen3"}
+    asking(scenario, ["hm</think>" + malformed, "z"], **HERMES | {"rollout": parsers})
+
+
 def test_a_model_can_be_looked_up() -> None:
     """Seen failing with status 405."""
 
