@@ -277,6 +277,9 @@ def normalised(message: Mapping[str, Any]) -> Message:
         content = "\n".join(part["text"] for part in content)
     role = "system" if message["role"] == "developer" else message["role"]
     kept = {name: value for name, value in message.items() if value and name not in ("content", "role")}
+    if thoughts := kept.get("reasoning") or kept.get("reasoning_content"):
+        # Most templates read the name that vLLM replaces.
+        kept |= {"reasoning": thoughts, "reasoning_content": thoughts}
     if calls := kept.get("tool_calls"):
         kept["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
     return {"role": role, "content": content, **kept}

@@ -285,6 +285,25 @@ def test_a_tool_call_that_its_parser_cannot_read_stays_text() -> None:
     asking(scenario, ["hm</think>" + malformed, "z"], **HERMES | {"rollout": parsers})
 
 
+def test_a_template_gets_the_thoughts_of_a_history_by_both_names() -> None:
+    """From each API. Seen failing without them: vLLM replaces the name that most templates read."""
+    said, hm = {"role": "assistant", "content": "yes"}, {"type": "thinking", "thinking": "hm", "signature": "x"}
+    yes, item = {"type": "text", "text": "yes"}, {"type": "reasoning", "id": "r", "summary": []}
+
+    async def scenario(llm: Any) -> None:
+        for name in ("reasoning", "reasoning_content"):
+            await say(llm, [user("a"), {**said, name: "hm"}, user("b")])
+        items = [{**item, "content": [{"type": "reasoning_text", "text": "hm"}]}, said]
+        await llm.client.responses.create(model="m", input=[user("a"), *items, user("b")])
+        asked = {"messages": [user("a"), {**said, "content": [hm, yes]}, user("b")]}
+        assert (await post(llm, "messages", KINDS["messages"] | asked)).status_code == 200
+
+    names = "(message.reasoning or '') + (message.reasoning_content or '') + message.content"
+    _, speaker = asking(scenario, template=CHATML.replace("message.content", names))
+    for context in speaker.contexts[:4]:
+        assert "assistant\nhmhmyes<" in speaker.tokenizer.decode(context)
+
+
 def test_a_model_can_be_looked_up() -> None:
     """Seen failing with status 405."""
 
