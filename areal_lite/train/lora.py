@@ -106,13 +106,11 @@ def factors(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return a layer's weight `W + s B A` in float32, from whole W, A and B; of stacked experts, that of each."""
-    transposed = layer.fan_in_fan_out
     if weight.ndim == 3:  # as peft lays out E experts: A [E * rank, in], B [out, rank * E]
-        transposed = getattr(layer.get_base_layer(), "is_transposed", False)
         a = a.reshape(len(weight), -1, a.shape[1])
         b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)
     change: Tensor = layer.scaling[_NAME] * (b @ a)
-    return weight.float() + (change.mT if transposed else change)
+    return weight.float() + (change.T if layer.fan_in_fan_out else change)
 
 
 def bit_sum(value: Tensor) -> Tensor:
