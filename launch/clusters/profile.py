@@ -26,7 +26,7 @@ class Profile(Section):
     """subnet (10.0.0.0/16) or interface over which the nodes talk; null = the route to the head"""
     ports: str = "20000-29999"
     """every port of a job comes from this range, which should lie below Linux's ephemeral ports (32768)"""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
     """environment variables of every process of a job; values are kept in files of mode 0600 and never printed"""
     enter: str = ""
     """shell line to run before every command, such as: source /shared/venv/bin/activate; it must succeed"""

@@ -129,7 +129,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
         # within 20 minutes. A synchronous batch that shrinks from 64 samples to 1 needs some 320 in each trainer step.
         environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "512"
         # glibc raises this limit to 32 MiB as large tensors are freed, and the holes that others leave stay with it: an
-        # engine core grows by 7 % in 20 minutes more. The price, 3 % of a tiny model's step, is less for larger ones.
+        # engine core without it grew by 7 % in 20 minutes. It costs about 3 % of a tiny model's step (docs/log.md).
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     return {
         "num_cpus": 0,

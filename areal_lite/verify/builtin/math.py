@@ -25,9 +25,8 @@ _WORD = re.compile(
 _LIST = re.compile(r"[-\s\d.\\{}()\[\]$]*,[-\s\d,.\\{}()\[\]$]*")
 """Numbers with commas between them: beside it a completion's 100,200 is no thousand."""
 _TEXT = re.compile(r"\\(?:text|mbox)\s*\{[^{}]*\}")
-_BARE_UNIT = re.compile(
-    r"\s+(?!.*\b(?:hundred|thousand|[mbtr]+illion|dozen|squared|cubed|factorial)\b)[A-Za-z][A-Za-z /]*$"
-)
+_WITH_UNIT = re.compile(r"(\S+)\s+([A-Za-z][A-Za-z /]*)")
+_FACTOR = re.compile(r"\b(?:hundred|thousand|[mbtr]+illion|dozen|squared|cubed|factorial)\b")
 _JOIN = re.compile(r"\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}")
 _ANTLR = "4.13.2"
 """The version whose grammar math-verify is tried with; with older ones 9% is not 9, nor 50% a half."""
@@ -104,8 +103,9 @@ def _expression(found: FinalAnswer) -> str:
     2x+1. So all but prose goes into a box. Three ways of writing numbers that it does not know are written out.
     """
     text = NUMBER.sub(_percentage, _THIN_SPACE.sub("", found.text))
-    if (unit := _BARE_UNIT.search(text)) and _WORD.search(unit[0]) and plain_number(text[: unit.start()]) is not None:
-        text = text[: unit.start()]  # math-verify would multiply by its letters
+    if (quantity := _WITH_UNIT.fullmatch(text)) and plain_number(quantity[1]) is not None:
+        number, unit = quantity.groups()
+        text = number if _WORD.search(unit) and not _FACTOR.search(unit) else text  # else multiplied by its letters
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     prose = _WORD.search(_COMMANDS.sub(" ", text)) or _DELIMITED.search(text)
     return text if prose and found.mark != "boxed" else f"\\boxed{{{text}}}"

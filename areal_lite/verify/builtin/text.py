@@ -162,13 +162,13 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     bare = rf"[{letters}](?![\w'])|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
     # "option D is wrong" states no choice, "the answer is option D" and "option: D" do.
     word = (
-        r"(?i:answer(?:\s+is)?(?:\s*:?\s*(?:the\s+)?(?:option|choice))?|correct\s+is"
+        r"(?i:answer(?:\s+is)?(?:\s*+:?\s*+(?:the\s+)?(?:option|choice))?|correct\s+is"
         r"|(?:option|choice)(?:\s+is|(?=\s*[:=])))"
     )
     wrapped = rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*\(?([{either}])\)?\s*\}}"
     statement = re.compile(
         rf"\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
-        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\\?\(\s*([{either}])\s*\\?\)|{wrapped}|({bare}))"
+        rf"|\b{word}\s*+[:=]?\s*+[*_$]*+\s*+(?:\\?\(\s*([{either}])\s*\\?\)|{wrapped}|({bare}))"
         rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b",
         re.MULTILINE,
     )
