@@ -247,15 +247,16 @@ def _item_events(body: Body, calls: Calls) -> list[dict[str, Any]]:
         events += processor.open(*processor.resolve_target_state(DeltaMessage(content="?")))
         events += processor.close_current()
         events[-1].item.content = [events[-2].part]
+    events[-1].item.status = _status(calls)  # vLLM writes "completed" for every item
     return [event.model_dump(mode="json", exclude_none=True) for event in events]
 
 
 def _response(name: str, body: Body, calls: Calls, events: Sequence[Body]) -> dict[str, Any]:
-    is_cut_off, usage = calls[0].turn.stop_reason is StopReason.LENGTH, _usage(calls)
+    status, usage = _status(calls), _usage(calls)
     return {
         **_response_head(name, body),
-        "status": "incomplete" if is_cut_off else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "output": [event["item"] for event in events if event["type"] == "response.output_item.done"],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -265,6 +266,10 @@ def _response(name: str, body: Body, calls: Calls, events: Sequence[Body]) -> di
             "output_tokens_details": {"reasoning_tokens": 0},
         },
     }
+
+
+def _status(calls: Calls) -> str:
+    return "incomplete" if calls[0].turn.stop_reason is StopReason.LENGTH else "completed"
 
 
 def _response_head(name: str, body: Body) -> dict[str, Any]:

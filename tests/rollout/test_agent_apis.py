@@ -171,6 +171,16 @@ def test_an_empty_response_is_a_message() -> None:
     assert sample.branches == ()
 
 
+def test_a_response_that_is_cut_off_and_its_item_are_incomplete() -> None:
+    """Seen failing with an item that is `completed`."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
+        response = await llm.client.responses.create(model="m", input="a", max_output_tokens=2)
+        assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
+
+    trained(agent, ["it is 3"])
+
+
 def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
     """The tool call in a syntax of one's own; thoughts apart by vLLM's parser, and in the context all the same.
 
