@@ -1,10 +1,10 @@
 """What a verifier worker says about held-out completions."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from episode_builders import in_loop
 from ledger_builders import make_sample
 
 from areal_lite.actors import verifier as module
@@ -15,7 +15,8 @@ from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 
 
-def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The total, step rewards included, with parts and metrics; or the failure, of an episode as well.
 
     Seen failing with the total alone, in a run whose evaluations had no parts; without an agent's own score; and
@@ -46,12 +47,8 @@ def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monkeypatc
     said = ({"role": "assistant", "content": "a"},)
     samples = [*(replace(make_sample(), text=text, messages=said) for text in "ab"), make_sample().scored(own), None]
     prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 4
-
-    async def started_and_asked() -> list[Reply]:
-        await actor.start()
-        return await actor.score(prompts, samples)
-
-    found = asyncio.run(started_and_asked())
+    await actor.start()
+    found = await actor.score(prompts, samples)
     assert [(reply.total, reply.failure) for reply in found] == [
         (1.5, None), (None, "timeout"), (2.0, None), (None, "workflow"),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from agent_builders import trained
-from episode_builders import Speaker, load, make_prompt, run
+from episode_builders import Speaker, in_loop, load, make_prompt, run
 from http_server import answering
 from user_run import alive
 
@@ -116,7 +116,8 @@ while not os.path.exists({file!r}):
 
 
 @pytest.mark.parametrize("ending", ["time.sleep(3600)", "print(1)"])
-def test_all_that_a_program_started_ends_with_it(tmp_path: Path, ending: str) -> None:
+@in_loop
+async def test_all_that_a_program_started_ends_with_it(tmp_path: Path, ending: str) -> None:
     """One that forks into another session, and never ends or ends at once.
 
     Seen failing with its own process alone killed.
@@ -124,17 +125,12 @@ def test_all_that_a_program_started_ends_with_it(tmp_path: Path, ending: str) ->
     file, program = tmp_path / "pid", tmp_path / "agent.py"
     program.write_text(ORPHAN.format(file=str(file)) + ending)
     llm = Llm(base_url="", api_key="a-key-of-this-test-alone", anthropic_base_url="")
-
-    async def scenario() -> None:
-        command = f"{sys.executable} {program}"
-        playing = asyncio.create_task(run_command({}, llm, command=command, memory_mb=4096))
-        while not file.exists():
-            await asyncio.sleep(0.01)
-        if "sleep" in ending:
-            playing.cancel()
-        await asyncio.wait([playing])
-
-    asyncio.run(scenario())
+    playing = asyncio.create_task(run_command({}, llm, command=f"{sys.executable} {program}", memory_mb=4096))
+    while not file.exists():
+        await asyncio.sleep(0.01)
+    if "sleep" in ending:
+        playing.cancel()
+    await asyncio.wait([playing])
     deadline = time.monotonic() + 60
     while alive(int(file.read_text())):
         assert time.monotonic() < deadline, "a process was left behind"

@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from episode_builders import in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_builders import FakeClock
@@ -303,10 +304,11 @@ def test_a_waiting_call_checks_whether_an_answer_can_come() -> None:
         client.close()
 
 
-def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
+@in_loop
+async def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
     """Seen failing with the waiting calls left to their time-outs."""
-
-    async def scenario(client: AsyncQueueClient) -> None:
+    with serving() as access:
+        client = AsyncQueueClient(access, timeout_s=SOON_S)
         waiting = [client.lease_verify(worker="verifier/0", limit=1, wait_s=LONG_WAIT_S) for _ in range(3)]
         tasks = [asyncio.ensure_future(call) for call in waiting]
         async with asyncio.timeout(SOON_S):
@@ -318,7 +320,4 @@ def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
         assert [type(answer) for answer in answers] == [LedgerError] * 3
         with pytest.raises(LedgerError, match="open client"):
             await client.status()
-
-    with serving() as access:
-        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
         AsyncQueueClient(access, timeout_s=SOON_S).close()  # one that was never in a loop

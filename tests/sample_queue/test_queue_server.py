@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from episode_builders import in_loop
 from ledger_builders import FakeClock, make_sample, make_settings
 from queue_builders import (
     LONG_WAIT_S,
@@ -159,10 +160,11 @@ def test_a_parked_request_is_answered_when(kind: str) -> None:
                 waiting.close()
 
 
-def test_parked_requests_are_answered_in_the_order_they_came() -> None:
+@in_loop
+async def test_parked_requests_are_answered_in_the_order_they_came() -> None:
     """Seen failing with the last one looked at first."""
-
-    async def scenario(client: AsyncQueueClient) -> None:
+    with serving() as access:
+        client = AsyncQueueClient(access, timeout_s=SOON_S)
         requests = [client.lease_rollout(worker=f"rollout/{i}", limit=1, wait_s=LONG_WAIT_S) for i in range(4)]
         tasks = [asyncio.ensure_future(request) for request in requests]
         await client.status()
@@ -171,16 +173,14 @@ def test_parked_requests_are_answered_in_the_order_they_came() -> None:
         assert [lease.group.group_id for (lease,) in answers] == [f"fake/0/{i}#0" for i in range(4)]
         client.close()
 
-    with serving() as access:
-        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
-
-def test_a_parked_request_ends_at_its_own_deadline_behind_another_for_the_same() -> None:
+@in_loop
+async def test_a_parked_request_ends_at_its_own_deadline_behind_another_for_the_same() -> None:
     """Seen failing with parked requests kept past their deadline, and with requests behind one that could not be
     answered passed over whatever the time is.
     """
-
-    async def scenario(client: AsyncQueueClient) -> None:
+    with serving() as access:
+        client = AsyncQueueClient(access, timeout_s=SOON_S)
         wait = asyncio.create_task(client.lease_verify(worker="a", limit=1, wait_s=LONG_WAIT_S))
         await client.status()
         assert await asyncio.wait_for(client.lease_verify(worker="b", limit=1, wait_s=0.05), SOON_S) == []
@@ -188,9 +188,6 @@ def test_a_parked_request_ends_at_its_own_deadline_behind_another_for_the_same()
         client.close()
         with pytest.raises(LedgerError, match="open client"):
             await wait
-
-    with serving() as access:
-        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
 
 def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient) -> None:

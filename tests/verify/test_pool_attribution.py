@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from episode_builders import in_loop
 from places import FIXTURES
 from pool_builders import make_prompt, replies_of, running_pool
 
@@ -43,21 +44,18 @@ def test_no_more_calls_are_in_flight_than_the_recipe_says():
     assert score("crowd", ["meet"] * 3, concurrency=2)[0][:2] == ["timeout"] * 2
 
 
-def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
+@in_loop
+async def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
     """An event loop that still turns lets go of one job. The neighbour is there when the deadline comes.
 
     Seen failing (the neighbour is called twice) without `_CANCEL_S`.
     """
     log = tmp_path / "log"
-
-    async def run():
-        async with running("crowd", concurrency=2) as pool:
-            late = asyncio.create_task(pool.score(make_prompt(log), ["hang"]))
-            await asyncio.sleep(1.3)
-            replies = [*await pool.score(make_prompt(log), ["slow"]), *await late]
-            return [reply.failure for reply in replies]
-
-    assert asyncio.run(run()) == [None, "timeout"]
+    async with running("crowd", concurrency=2) as pool:
+        late = asyncio.create_task(pool.score(make_prompt(log), ["hang"]))
+        await asyncio.sleep(1.3)
+        replies = [*await pool.score(make_prompt(log), ["slow"]), *await late]
+    assert [reply.failure for reply in replies] == [None, "timeout"]
     assert log.read_text().split() == ["hang", "slow"]
 
 
@@ -129,31 +127,26 @@ def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
     assert len(log.read_text().split()) == 2 + 2
 
 
-def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
+@in_loop
+async def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
     """Seen hanging with `_away_since` alone."""
-
-    async def run():
-        async with running("service", unavailable_s=1.0) as pool:
-            refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
-            while not refused.done():
-                await pool.score(make_prompt(""), ["ok"])
-            return refused.result()[0].failure
-
-    assert asyncio.run(run()) == "unavailable"
+    async with running("service", unavailable_s=1.0) as pool:
+        refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
+        while not refused.done():
+            await pool.score(make_prompt(""), ["ok"])
+    assert refused.result()[0].failure == "unavailable"
 
 
-def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
+@in_loop
+async def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
     """The second call is asked once. Seen failing with the call's own `away_since` alone."""
     log = tmp_path / "log"
-
-    async def run():
-        async with running("service", unavailable_s=0.6) as pool:
-            await pool.score(make_prompt(log), ["down:99"])
-            num_before = len(log.read_text().split())
-            (reply,) = await pool.score(make_prompt(log), ["down:99"])
-            return reply.failure, len(log.read_text().split()) - num_before
-
-    assert asyncio.run(run()) == ("unavailable", 1)
+    async with running("service", unavailable_s=0.6) as pool:
+        await pool.score(make_prompt(log), ["down:99"])
+        num_before = len(log.read_text().split())
+        (reply,) = await pool.score(make_prompt(log), ["down:99"])
+    assert reply.failure == "unavailable"
+    assert len(log.read_text().split()) == num_before + 1
 
 
 @pytest.mark.parametrize(
@@ -167,15 +160,13 @@ def test_a_calls_own_failure_is_final(completion, failure, tries, tmp_path):
     assert len(log.read_text().split()) == tries
 
 
-def test_a_process_killed_while_idle_is_replaced_unnoticed():
-    async def run():
-        async with running("service") as pool:
-            (reply,) = await pool.score(make_prompt(""), ["ok"])
-            os.kill(int(reply.reward), signal.SIGKILL)
-            (reply,) = await pool.score(make_prompt(""), ["ok"])
-            return reply.failure, pool.gauges()["failures"]
-
-    assert asyncio.run(run()) == (None, {})
+@in_loop
+async def test_a_process_killed_while_idle_is_replaced_unnoticed():
+    async with running("service") as pool:
+        (reply,) = await pool.score(make_prompt(""), ["ok"])
+        os.kill(int(reply.reward), signal.SIGKILL)
+        (reply,) = await pool.score(make_prompt(""), ["ok"])
+        assert (reply.failure, pool.gauges()["failures"]) == (None, {})
 
 
 def test_a_row_that_cannot_be_sent_fails_alone():

@@ -6,11 +6,11 @@ What is not contained is written in docs/verifiers.md.
 
 import asyncio
 import os
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from episode_builders import in_loop
 from places import FIXTURES
 from pool_builders import make_prompt, replies_of, running_pool
 
@@ -61,7 +61,8 @@ def score(function, completions, **options):
 
 
 @pytest.mark.parametrize(("harm", "failure"), FAILURES.items())
-def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, mark):
+@in_loop
+async def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, mark):
     """And the next call is served. Seen failing: see each.
 
     `daemon_exit`: both daemons lived on with PR_SET_CHILD_SUBREAPER left out.
@@ -70,18 +71,15 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
     """
 
     usual = 3 if harm == "daemon" else 2  # a keeper and its worker
-
-    async def scenario():
-        timeout_s = 1.0 if failure == "timeout" else 10.0
-        async with running_pool(f"{HOGS}:hog", within_s=120.0, timeout_s=timeout_s, memory_mb=160) as pool:
-            (reply,) = await pool.score(make_prompt(), [harm])
-            (after,) = await pool.score(make_prompt(), ["right"])
-            until = time.monotonic() + 60.0
-            while (num_left := len(marked(mark))) != usual and time.monotonic() < until:
+    timeout_s = 1.0 if failure == "timeout" else 10.0
+    async with running_pool(f"{HOGS}:hog", within_s=120.0, timeout_s=timeout_s, memory_mb=160) as pool:
+        (reply,) = await pool.score(make_prompt(), [harm])
+        (after,) = await pool.score(make_prompt(), ["right"])
+        assert (reply.failure, after.reward) == (failure, 1.0)
+        assert pool.gauges()["failures"] == ({failure: 1} if failure else {})
+        async with asyncio.timeout(60.0):
+            while len(marked(mark)) != usual:
                 await asyncio.sleep(0.02)
-            return reply.failure, after.reward, num_left, pool.gauges()["failures"]
-
-    assert asyncio.run(scenario()) == (failure, 1.0, usual, {failure: 1} if failure else {})
     assert marked(mark) == []
 
 
@@ -121,7 +119,8 @@ def test_what_the_first_call_keeps_is_no_leak():
     assert (len({reply.reward for reply in replies}), gauges["restarts"]) == (1, 0)
 
 
-def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
+@in_loop
+async def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
     """Seen failing: there was one, and the second call waited forever while others were answered."""
     (path := tmp_path / "short.py").write_text(
         "import asyncio\nbig = 0\n"
@@ -132,15 +131,11 @@ def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path
         "    if big > 1:\n        raise MemoryError\n"
         "    return 1.0\n"
     )
-
-    async def scenario():
-        async with running_pool(f"{path}:verify", within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
-            scores = asyncio.create_task(pool.score(make_prompt(), ["big", "big"]))
-            while not scores.done():
-                await pool.score(make_prompt(), ["small"])
-            return [reply.failure for reply in await scores]
-
-    assert asyncio.run(scenario()) == [None, None]
+    async with running_pool(f"{path}:verify", within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
+        scores = asyncio.create_task(pool.score(make_prompt(), ["big", "big"]))
+        while not scores.done():
+            await pool.score(make_prompt(), ["small"])
+        assert [reply.failure for reply in await scores] == [None, None]
 
 
 ASYNC = """

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from episode_builders import in_loop
 from executed_lines import executed_lines
 from places import FIXTURES
 from pool_builders import make_prompt, replies_of, running_pool
@@ -126,20 +127,17 @@ def test_async_functions_are_awaited_in_one_lasting_loop():
 # --- neighbours, deadlines, processes ---
 
 
-def test_a_stuck_verifier_does_not_slow_its_neighbours():
+@in_loop
+async def test_a_stuck_verifier_does_not_slow_its_neighbours():
     """Everything else is scored while the stuck call goes on. Seen failing with a lock around `process.call`."""
-
-    async def run():
-        async with running(processes=2, timeout_s=600.0) as pool:
-            stuck = asyncio.create_task(pool.score(make_prompt(), ["sleep"]))
-            while not pool.gauges()["busy"]:
-                await asyncio.sleep(0.01)
-            scores = await asyncio.gather(*(scores_of(pool, make_prompt(), ["right"] * 8) for _ in range(20)))
-            still_stuck = not stuck.done()
-            stuck.cancel()
-            return scores, still_stuck
-
-    assert asyncio.run(run()) == ([[Score(reward=1.0)] * 8] * 20, True)
+    async with running(processes=2, timeout_s=600.0) as pool:
+        stuck = asyncio.create_task(pool.score(make_prompt(), ["sleep"]))
+        while not pool.gauges()["busy"]:
+            await asyncio.sleep(0.01)
+        scores = await asyncio.gather(*(scores_of(pool, make_prompt(), ["right"] * 8) for _ in range(20)))
+        assert not stuck.done()
+        stuck.cancel()
+    assert scores == [[Score(reward=1.0)] * 8] * 20
 
 
 def test_importing_is_not_charged_to_a_call(tmp_path):
@@ -153,33 +151,29 @@ def test_importing_is_not_charged_to_a_call(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["not started", "at once", "idle", "busy", "twice"])
-def test_close_ends_promptly_and_leaves_no_process(stage):
+@in_loop
+async def test_close_ends_promptly_and_leaves_no_process(stage):
     """Seen failing with each server killing its own process in a `finally`, as the only one to do so: a server
     cancelled before its first step never did (`at once`, `twice`).
     """
     before = children()
-
-    async def run():
-        pool = VerifierPool(settings(processes=2, timeout_s=600.0))
-        async with asyncio.timeout(PATIENCE_S):
-            if stage != "not started":
-                await pool.start()
-            if stage == "idle":
-                await pool.score(make_prompt(), ["right"])
-            if stage == "busy":
-                waiting = asyncio.create_task(pool.score(make_prompt(), ["sleep"] * 5))
-                while pool.gauges()["busy"] < 2:
-                    await asyncio.sleep(0.01)
-            await pool.close()
-            if stage == "twice":
-                await pool.close()
-            if stage == "busy":
-                with pytest.raises(VerifierError, match="closed"):
-                    await waiting
-            with pytest.raises(VerifierError, match="closed"):
-                await pool.score(make_prompt(), ["right"])
-
-    asyncio.run(run())
+    pool = VerifierPool(settings(processes=2, timeout_s=600.0))
+    if stage != "not started":
+        await pool.start()
+    if stage == "idle":
+        await pool.score(make_prompt(), ["right"])
+    if stage == "busy":
+        waiting = asyncio.create_task(pool.score(make_prompt(), ["sleep"] * 5))
+        while pool.gauges()["busy"] < 2:
+            await asyncio.sleep(0.01)
+    await pool.close()
+    if stage == "twice":
+        await pool.close()
+    if stage == "busy":
+        with pytest.raises(VerifierError, match="closed"):
+            await waiting
+    with pytest.raises(VerifierError, match="closed"):
+        await pool.score(make_prompt(), ["right"])
     assert children() <= before
 
 
@@ -207,20 +201,19 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path):
     wait_until(lambda: not any(map(alive, map(int, pid_file.read_text().split()))))
 
 
-def test_a_cancelled_caller_does_not_wedge_the_pool():
-    async def run():
-        async with running() as pool:
-            task = asyncio.create_task(pool.score(make_prompt(), ["sleep", "sleep", "sleep"]))
-            while not pool.gauges()["busy"]:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            scores = await scores_of(pool, make_prompt(), ["right"])
-            return scores, pool.gauges()["calls"]
-
-    assert asyncio.run(run()) == ([Score(reward=1.0)], 2)
+@in_loop
+async def test_a_cancelled_caller_does_not_wedge_the_pool():
+    async with running() as pool:
+        task = asyncio.create_task(pool.score(make_prompt(), ["sleep", "sleep", "sleep"]))
+        while not pool.gauges()["busy"]:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        assert await scores_of(pool, make_prompt(), ["right"]) == [Score(reward=1.0)]
+        assert pool.gauges()["calls"] == 2
 
 
-def test_a_call_costs_the_same_with_many_waiting():
+@in_loop
+async def test_a_call_costs_the_same_with_many_waiting():
     """Counted in executed lines, not in time. Seen failing with the backlog sorted at each finished call."""
 
     async def lines_per_call(number):
@@ -229,8 +222,8 @@ def test_a_call_costs_the_same_with_many_waiting():
                 await scores_of(pool, make_prompt(), ["right"] * number)
         return lines.total() / number
 
-    few, many = (asyncio.run(lines_per_call(number)) for number in (64, 640))
-    assert many <= 1.2 * few
+    few = await lines_per_call(64)
+    assert await lines_per_call(640) <= 1.2 * few
 
 
 # --- start-up ---
@@ -263,17 +256,14 @@ def test_a_file_may_import_its_neighbours(tmp_path):
     assert score(["x"], function=f"{tmp_path / 'v.py'}:verify") == [Score(reward=0.5)]
 
 
-def test_a_pool_that_cannot_restart_is_broken_not_spinning(tmp_path):
+@in_loop
+async def test_a_pool_that_cannot_restart_is_broken_not_spinning(tmp_path):
     """The file is broken after the start. Seen hanging with `_give_up` removed from `_serve`."""
     file = tmp_path / "v.py"
     file.write_text("import os\ndef verify(*_): os._exit(1)")
-
-    async def run():
-        async with running(f"{file}:verify") as pool:
-            file.write_text("raise OSError('disk gone')")
-            with pytest.raises(VerifierError, match=r"(?s)3 times in a row.*disk gone"):
-                await pool.score(make_prompt(), ["x", "x"])
-            with pytest.raises(VerifierError, match="3 times in a row"):
-                await pool.score(make_prompt(), ["x"])
-
-    asyncio.run(run())
+    async with running(f"{file}:verify") as pool:
+        file.write_text("raise OSError('disk gone')")
+        with pytest.raises(VerifierError, match=r"(?s)3 times in a row.*disk gone"):
+            await pool.score(make_prompt(), ["x", "x"])
+        with pytest.raises(VerifierError, match="3 times in a row"):
+            await pool.score(make_prompt(), ["x"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from episode_builders import in_loop
 from fake_ray import FakeRay, Reference
 from ledger_builders import FakeClock
 from scripted_engine import ScriptedEngine
@@ -268,7 +269,9 @@ def test_the_call_that_a_lost_engine_left_unanswered_is_not_its_successors(monke
 # --- the engine's side of it ---
 
 
-def make_actor(monkeypatch: pytest.MonkeyPatch, *, transport: str) -> tuple[RolloutActor, ScriptedEngine, list[str]]:
+async def started_actor(
+    monkeypatch: pytest.MonkeyPatch, *, transport: str
+) -> tuple[RolloutActor, ScriptedEngine, list[str]]:
     """A rollout actor without a process of its own, and what became of its workers and clients of the queue."""
     engine, log = ScriptedEngine(), list[str]()
 
@@ -289,7 +292,7 @@ def make_actor(monkeypatch: pytest.MonkeyPatch, *, transport: str) -> tuple[Roll
     device = "cpu" if transport == "gloo" else "cuda"
     config = parse_config({"run": {"device": device}, "weights": {"transport": transport}})
     actor = RolloutActor(config, name="rollout/0", model_folder="", access=QueueAccess("first"), log_folder="")
-    asyncio.run(actor.start())
+    await actor.start()
     return actor, engine, log
 
 
@@ -318,7 +321,8 @@ OPENED = ["update_open", "pause", "paused", "update_received", "update_loaded", 
         ),
     ],
 )
-def test_an_engine_loads_in_the_pause(
+@in_loop
+async def test_an_engine_loads_in_the_pause(
     monkeypatch: pytest.MonkeyPatch, transport: str, requests: list[Any], calls: list[str], kinds: list[str]
 ) -> None:
     """Over gloo it receives before, and is opened for an update once, though `update_weights` may be called again (to
@@ -327,60 +331,51 @@ def test_an_engine_loads_in_the_pause(
     Seen failing with an update opened at every call, with the stamp before the load, and with `update_received` never
     reported: the transfer would count as loading.
     """
-    actor, engine, _ = make_actor(monkeypatch, transport=transport)
-
-    async def hand_over() -> None:
-        if transport == "nccl":
-            await actor.pause("drain")
-            assert await kinds_of(actor) == ["drain", "paused"]
-            del engine.calls[:]
-        await actor.start_weight_update()
-        for method, *arguments in requests:
-            await getattr(actor, method)(*arguments)
-        await actor.resume()
-
-    asyncio.run(hand_over())
+    actor, engine, _ = await started_actor(monkeypatch, transport=transport)
+    if transport == "nccl":
+        await actor.pause("drain")
+        assert await kinds_of(actor) == ["drain", "paused"]
+        del engine.calls[:]
+    await actor.start_weight_update()
+    for method, *arguments in requests:
+        await getattr(actor, method)(*arguments)
+    await actor.resume()
+    await asyncio.sleep(0)
     assert engine.calls == ["start_weight_update", *calls, "resume"]
-    assert asyncio.run(kinds_of(actor)) == kinds
+    assert await kinds_of(actor) == kinds
 
 
-def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes behind the first step. Seen hanging with the answer awaited, and failing with it never looked at."""
-    actor, engine, _ = make_actor(monkeypatch, transport="gloo")
+    actor, engine, _ = await started_actor(monkeypatch, transport="gloo")
+    answer = asyncio.Event()
 
-    async def resume_and_pause() -> None:
-        answer = asyncio.Event()
+    async def late() -> None:
+        await answer.wait()
+        raise EngineError("the engine-core process died")
 
-        async def late() -> None:
-            await answer.wait()
-            raise EngineError("the engine-core process died")
-
-        vars(engine)["resume"] = late
-        await asyncio.wait_for(actor.resume(), timeout=5)
-        answer.set()
-        await actor.pause("recompute")
-
+    vars(engine)["resume"] = late
+    await asyncio.wait_for(actor.resume(), timeout=5)
+    answer.set()
     with pytest.raises(EngineError, match="the engine-core process died"):
-        asyncio.run(resume_and_pause())
+        await actor.pause("recompute")
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_an_update_whose_trainer_died_is_closed_before_the_next_trainer_comes(
+@in_loop
+async def test_an_update_whose_trainer_died_is_closed_before_the_next_trainer_comes(
     monkeypatch: pytest.MonkeyPatch, transport: str, is_open: bool
 ) -> None:
     """vLLM refuses to open a second one. Seen failing with an engine that only forgets its queue."""
-    actor, engine, log = make_actor(monkeypatch, transport=transport)
-
-    async def move() -> None:
-        await actor.start_weight_update()
-        await actor.update_weights({"names": []})
-        if not is_open:
-            await actor.finish_weight_update()
-        del engine.calls[:]
-        await actor.move_to(QueueAccess("tcp://another"))
-
-    asyncio.run(move())
+    actor, engine, log = await started_actor(monkeypatch, transport=transport)
+    await actor.start_weight_update()
+    await actor.update_weights({"names": []})
+    if not is_open:
+        await actor.finish_weight_update()
+    del engine.calls[:]
+    await actor.move_to(QueueAccess("tcp://another"))
     closing = ["finish_weight_update"] if transport == "nccl" else ["update_weights", "finish_weight_update"]
     assert engine.calls == ["reset", *(closing if is_open else [])]
     assert log == ["first", "worker", "client", "tcp://another"]
