@@ -1,4 +1,4 @@
-"""The command line: what it lists exists, and how each command ends."""
+"""The command line: what it lists exists, how each command ends, and signals at a command's first moments."""
 
 import re
 import subprocess
@@ -231,3 +231,31 @@ def test_help_and_check_config_load_nothing_heavy(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- signals at the first moments of a command ---
+
+
+PROGRAM = """
+import os, signal, sys, types
+from areal_lite.launch.commands import entry
+
+class Commands(types.ModuleType):
+    def __getattr__(self, name):
+        if "{moment}" == "import":
+            os.kill(os.getpid(), signal.{number})
+        return lambda: os.kill(os.getpid(), signal.{number})
+
+sys.modules["areal_lite.launch.commands.main"] = Commands("main")
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["import", "command"])
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_command_with_130(moment: str, number: str) -> None:
+    """While the commands are imported, and later. Seen failing with code -15, and with a traceback."""
+    program = PROGRAM.format(moment=moment, number=number)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
