@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_builders import LocalEngines, SyncClient, vllm_engine
+from engine_builders import LocalEngines, publisher_to, run_hand_over, vllm_engine
 from loop_builders import SYNCHRONOUS_STEPS, run_loop, synchronous_config
 from loop_verifiers import digit_share
 from torch_engine import TorchEngine
@@ -37,7 +37,6 @@ from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Row, Sample, Shard
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
-from areal_lite.weights.handover import hand_over
 
 SOON_S = 120.0
 
@@ -174,15 +173,7 @@ def drive(
             def stamp_ledger(batch_id: str = batch_id) -> None:
                 queue.complete_step(batch_id=batch_id)
 
-            hand_over(
-                engines,
-                publish=publish,
-                staged=False,
-                stamp_ledger=stamp_ledger,
-                version=version,
-                interrupt="recompute",
-                events=EventBuffer("handover"),
-            )
+            run_hand_over(engines, publish, version=version, stamp_ledger=stamp_ledger)
     finally:
         queue.close()
     return losses
@@ -221,27 +212,15 @@ def test_eta_0_with_vllm_is_the_plain_loop(ray_cluster: None, loop_folder: Path)
 
     Seen failing with room for one group more than eta allows, and with a hand-over that resumes before it publishes.
     """
-    from areal_lite.weights.publisher import WeightPublisher
-
     config = synchronous_config(loop_folder, dir=str(loop_folder / "synchronous"))
     _, folder = run_loop(config)
     trainer = make_trainer(config)
-    publisher = WeightPublisher(
-        trainer.model,
-        transport="gloo",
-        dtype=torch.float32,
-        rank=0,
-        host="127.0.0.1",
-        ports=range(20000, 22000),
-        timeout_s=SOON_S,
-    )
     with vllm_engine(config, config.model.path) as (engine, background):
-        client = SyncClient(engine, background.loop)
-        publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1)
+        publisher = publisher_to(engine, background, trainer.model, transport="gloo")
 
         def publish(version: int) -> None:
             assert publisher.publish() == {"engine": None}
-            client.finish_weight_update()
+            background.call(engine.weights_call("finish_weight_update"))
             background.call(engine.stamp(version))
 
         expected = plain_loop(

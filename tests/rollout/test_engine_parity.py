@@ -16,7 +16,7 @@ import bench_families
 import numpy as np
 import pytest
 import torch
-from engine_builders import BackgroundLoop, SyncClient, publish_to, vllm_engine
+from engine_builders import BackgroundLoop, publish_to, publisher_to, vllm_engine
 from families import save_family
 from torch import nn
 from train_builders import VOCABULARY, save_tiny_model
@@ -109,22 +109,9 @@ class Pair:
 
     def connect(self, *, model: nn.Module | None = None) -> Any:
         """Connect a new publisher of a model, by default the pair's; returns it."""
-        from areal_lite.weights.publisher import WeightPublisher
-
-        client = SyncClient(self.engine, self.background.loop)
-        publisher = WeightPublisher(
-            model or self.model,
-            transport=self._transport,
-            dtype=torch.float32,
-            rank=0,
-            host="127.0.0.1",
-            ports=range(20000, 22000),
-            timeout_s=15,
+        return publisher_to(
+            self.engine, self.background, model or self.model, transport=self._transport, ranks=self._ranks
         )
-        assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=self._ranks) == {
-            "engine": None
-        }
-        return publisher
 
     def hand_over(self, publisher: Any) -> None:
         self.version += 1

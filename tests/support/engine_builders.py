@@ -3,11 +3,13 @@
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
+import torch
+from torch import nn
 from warm_workers import copy_engine_cores
 
 from areal_lite.config.recipe import Config
@@ -15,7 +17,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.engine_settings import engine_environment
 from areal_lite.rollout.vllm_engine import VllmEngine
-from areal_lite.weights.handover import hand_over
+from areal_lite.weights.handover import EngineGroup, hand_over
 
 T = TypeVar("T")
 
@@ -93,16 +95,41 @@ class LocalEngines:
         assert self._engines
 
 
+def publisher_to(engine: Any, background: BackgroundLoop, model: nn.Module, *, transport: str, ranks: int = 1) -> Any:
+    """Connect a publisher of a model to one engine in this process."""
+    from areal_lite.weights.publisher import WeightPublisher
+
+    client = SyncClient(engine, background.loop)
+    places: dict[str, Any] = {"host": "127.0.0.1", "ports": range(20000, 22000), "timeout_s": 60}
+    publisher = WeightPublisher(model, transport=transport, dtype=torch.float32, rank=0, **places)
+    failures = publisher.connect({"engine": client}, group_client=client, num_engine_ranks=ranks)
+    assert failures == {"engine": None}
+    return publisher
+
+
 def publish_to(engine: Any, background: BackgroundLoop, publisher: Any, *, version: int, staged: bool = True) -> None:
     """Hand a publisher's weights over to one engine, as a run does."""
+    engines = LocalEngines({"engine": engine}, background.loop)
+    run_hand_over(engines, publisher.publish, version=version, staged=staged)
+
+
+def run_hand_over(
+    engines: EngineGroup,
+    publish: Callable[[], Mapping[str, str | None]],
+    *,
+    version: int,
+    staged: bool = False,
+    stamp_ledger: Callable[[], None] = lambda: None,
+    events: EventBuffer | None = None,
+) -> None:
     hand_over(
-        LocalEngines({"engine": engine}, background.loop),
-        publish=publisher.publish,
+        engines,
+        publish=publish,
         staged=staged,
-        stamp_ledger=lambda: None,
+        stamp_ledger=stamp_ledger,
         version=version,
         interrupt="recompute",
-        events=EventBuffer("handover"),
+        events=events or EventBuffer("handover"),
     )
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_builders import run_hand_over
 from episode_builders import in_loop
 from fake_ray import FakeRay, Reference
 from ledger_builders import FakeClock
@@ -24,7 +25,6 @@ from areal_lite.launch.run import engines as engines_module
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.watchdog import Watchdog
-from areal_lite.weights.handover import hand_over
 
 TIMEOUT_S = 10.0
 
@@ -95,13 +95,12 @@ class Handover:
         self.engines = RayEngines(handles, timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)
 
     def run(self) -> None:
-        hand_over(
+        run_hand_over(
             self.engines,
-            publish=self._publish,
+            self._publish,
+            version=5,
             staged=self._staged,
             stamp_ledger=lambda: self.log.append("ledger.version = 5"),
-            version=5,
-            interrupt="recompute",
             events=self.buffer,
         )
 

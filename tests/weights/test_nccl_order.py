@@ -13,12 +13,10 @@ import pytest
 import torch
 from nccl_stand_in import Operation, TrainerOperations, stand_in
 from rank_processes import run_ranks
-from test_gloo_transport import HOST, PORTS, TinyModel, same, weights_of
-from test_nccl_transport import TIMEOUT_S, Run
+from test_gloo_transport import TinyModel, make_publisher, same, weights_of
+from test_nccl_transport import Run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-from areal_lite.weights.publisher import WeightPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +35,7 @@ def publish(rank: int, world_size: int, out: str) -> None:
             expected = {name: value + 1 + 1 for name, value in weights_of(TinyModel(seed=1)).items()}
             assert all(same(weights_of(engine.model), expected) for engine in run.engines.values())
         else:
-            publisher = WeightPublisher(
-                model, transport="nccl", dtype=torch.float32, rank=rank, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
-            )
+            publisher = make_publisher(model, transport="nccl", rank=rank)
             publisher.connect({"a": None, "b": None}, group_client=None, num_engine_ranks=2)
             for _ in range(2):
                 with torch.no_grad():

@@ -18,8 +18,9 @@ import nccl_stand_in
 import pytest
 import ray
 import torch
+from engine_builders import run_hand_over
 from nccl_stand_in import stand_in
-from test_gloo_transport import HOST, PORTS, Quantization, TinyModel, same, watch_gathered, weights_of
+from test_gloo_transport import Quantization, TinyModel, make_publisher, same, watch_gathered, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.distributed.utils import StatelessProcessGroup
@@ -30,11 +31,9 @@ from areal_lite.actors import calls as calls_module
 from areal_lite.actors import engine_client
 from areal_lite.actors.engine_client import EngineClient
 from areal_lite.errors import ArealLiteError, EngineError, HandoverError
-from areal_lite.events import EventBuffer
 from areal_lite.launch.run import engines as engines_module
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.weights import nccl
-from areal_lite.weights.handover import hand_over
 from areal_lite.weights.nccl import NcclWeightTransferEngine
 from areal_lite.weights.publisher import CastSource, WeightPublisher
 
@@ -149,9 +148,7 @@ class Run:
         self.live = RayEngines(dict(self.engines), timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)
         self.trainer = trainer or TinyModel(seed=1)
         self._timeout_s = timeout_s
-        self._publisher = WeightPublisher(
-            self.trainer, transport="nccl", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=timeout_s
-        )
+        self._publisher = make_publisher(self.trainer, transport="nccl", timeout_s=timeout_s)
         self._connected = set[str]()
         self.version = self.num_groups = 0
 
@@ -161,15 +158,7 @@ class Run:
         with torch.no_grad():
             for parameter in self.trainer.parameters():
                 parameter.add_(1.0)
-        hand_over(
-            self.live,
-            publish=self._publish,
-            staged=False,
-            stamp_ledger=lambda: None,
-            version=self.version,
-            interrupt="recompute",
-            events=EventBuffer("handover"),
-        )
+        run_hand_over(self.live, self._publish, version=self.version)
 
     def has_the_weights(self, name: str) -> bool:
         return same(weights_of(self.engines[name].model), weights_of(self.trainer))
@@ -352,9 +341,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def ipc_publisher(model: nn.Module, failing: str) -> WeightPublisher:
     """Connect to two engines, of which one dies in a method."""
-    trainer = WeightPublisher(
-        model, transport="ipc", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=SHORT_S
-    )
+    trainer = make_publisher(model, transport="ipc", dtype=torch.bfloat16, timeout_s=SHORT_S)
     failures = trainer.connect({"a": None, "b": None}, group_client=FailingClient(failing), num_engine_ranks=2)
     assert failures == {"a": None, "b": None}
     return trainer

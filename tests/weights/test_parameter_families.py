@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from rank_processes import run_ranks
+from test_gloo_transport import make_publisher
 from torch import Tensor, nn
 from train_builders import make_config, save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from areal_lite.train.model import load_model
 from areal_lite.weights import families
 from areal_lite.weights.families import ParameterSquares, PublishedValues, bit_squares
-from areal_lite.weights.publisher import WeightPublisher
 
 HIDDEN, WIDTH, HEAD, VOCABULARY = 160, 96, 32, 100
 
@@ -202,8 +202,7 @@ def test_an_engine_that_was_restarted_is_held_to_what_others_hold() -> None:
 def check(rank: int, world_size: int, folder: str, mesh: dict[str, int]) -> None:
     config = make_config(trainer={"ranks": world_size, "mesh": mesh}, model={"compute_dtype": "bfloat16"})
     model = load_model(folder, config)
-    places: dict[str, Any] = {"host": "127.0.0.1", "ports": range(20000, 22000), "timeout_s": 120.0}
-    publisher = WeightPublisher(model, transport="gloo", dtype=torch.bfloat16, rank=rank, **places)
+    publisher = make_publisher(model, dtype=torch.bfloat16, rank=rank)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {name: int(bit_squares(value.bfloat16())) for name, value in whole.state_dict().items()}
     assert "lm_head.weight" in expected
