@@ -64,11 +64,30 @@ def rows_of(case: Case) -> list[tuple[int, np.ndarray]]:
     return [(row, tokens) for row, tokens in places if len(tokens)]
 
 
+def row_shares(case: Case) -> np.ndarray:
+    """The share of each token in the mean over rows of the mean over their tokens; 0 outside the mask."""
+    counts = np.bincount(case.rows[case.mask], minlength=len(case.lengths))
+    return case.mask / ((counts > 0).sum() * np.maximum(counts, 1)[case.rows])
+
+
 def group_scores(case: Case) -> np.ndarray:
-    """(r - mean) / std of the scored samples of each group, by row; std with n - 1 and an eps of 1e-6 (ours)."""
+    """(r - mean) / std of the scored samples of each token's group; std with n - 1 and an eps of 1e-6 (ours)."""
     mean = np.nanmean(case.rewards, axis=1, keepdims=True)
     std = np.nanstd(case.rewards, axis=1, ddof=1, keepdims=True)
-    return ((case.rewards - mean) / (std + 1e-6)).reshape(-1)
+    return np.where(case.mask, ((case.rewards - mean) / (std + 1e-6)).reshape(-1)[case.rows], 0.0)
+
+
+def gaps_before(case: Case) -> np.ndarray:
+    """Sum of log(pi / pi_ref) over the tokens of the row before each one."""
+    gaps = case.proximal - case.reference
+    before = np.cumsum(gaps) - gaps
+    return before - before[np.cumsum([0, *case.lengths[:-1]])][case.rows]
+
+
+def ratio_sum(case: Case, weights: np.ndarray) -> Result:
+    """Minus the sum over tokens of a weight times pi / pi_proximal: 1 in a single update, and no clip."""
+    slopes = np.where(case.mask, weights * np.exp(case.current - case.proximal), 0.0)
+    return -slopes.sum(), -slopes
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
@@ -91,7 +110,7 @@ def published_areal(case: Case, lowest: float = 0.0) -> Result:
     """arXiv 2505.24298 eq. 5; a w above 5 counts as 0 (ours)."""
     weights = np.exp(case.proximal - case.behaviour)
     weights[(weights < lowest) | (weights > 5)] = 0.0
-    return clipped_sum(case, group_scores(case)[case.rows], weights / case.mask.sum())
+    return clipped_sum(case, group_scores(case), weights / case.mask.sum())
 
 
 def published_icepop(case: Case) -> Result:
@@ -105,18 +124,15 @@ def published_m2po(case: Case) -> Result:
     M drops tokens with r > 1 and A > 0, or r < 1 and A < 0, the farthest first, until the mean of their (log r)^2 is at
     most 0.04. A pi_proximal / pi_behaviour above 5 counts as 0 (ours).
     """
-    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
-    gaps = case.current - case.behaviour
-    active = [t for t in np.flatnonzero(case.mask) if gaps[t] * scores[case.rows[t]] > 0]
-    dropped: set[int] = set()
-    while np.mean([gaps[t] ** 2 for t in active]) > 0.04:
-        dropped.add(active.pop(int(np.argmax([gaps[t] ** 2 for t in active]))))
-    for t in np.flatnonzero(case.mask):
-        if t not in dropped and case.proximal[t] - case.behaviour[t] <= np.log(5):
-            slope = np.exp(gaps[t]) * scores[case.rows[t]] / num_tokens
-            loss -= slope
-            gradient[t] -= slope
-    return loss, gradient
+    scores, gaps = group_scores(case), case.current - case.behaviour
+    weights = np.exp(case.proximal - case.behaviour)
+    weights[weights > 5] = 0.0
+    active = np.flatnonzero(gaps * scores > 0)
+    while np.mean(gaps[active] ** 2) > 0.04:
+        farthest = np.argmax(gaps[active] ** 2)
+        weights[active[farthest]] = 0.0
+        active = np.delete(active, farthest)
+    return ratio_sum(case, weights * scores / case.mask.sum())
 
 
 def published_sapo(case: Case) -> Result:
@@ -124,29 +140,21 @@ def published_sapo(case: Case) -> Result:
 
     Its derivative by r is 4 p (1 - p), p the sigmoid.
     """
-    loss, gradient, scores, rows = 0.0, np.zeros(len(case.mask)), group_scores(case), rows_of(case)
-    for row, tokens in rows:
-        tau = 1.0 if scores[row] > 0 else 1.05
-        for t in tokens:
-            share, ratio = scores[row] / (len(rows) * len(tokens)), np.exp(case.current[t] - case.proximal[t])
-            p = 1 / (1 + np.exp(-tau * (ratio - 1)))
-            loss -= share * 4 / tau * p
-            gradient[t] -= share * 4 * p * (1 - p) * ratio
-    return loss, gradient
+    scores, ratios = group_scores(case), np.exp(case.current - case.proximal)
+    taus = np.where(scores > 0, 1.0, 1.05)
+    p = 1 / (1 + np.exp(-taus * (ratios - 1)))
+    shares = row_shares(case) * scores
+    return -(shares * 4 / taus * p).sum(), -shares * 4 * p * (1 - p) * ratios
 
 
 def published_dppo(case: Case) -> Result:
     """arXiv 2602.04879, binary total variation: r * A, but no gradient where the token's probability has moved by more
     than 0.15 the way A pushes. The value of such a token is that at 0.15 (ours; the gradient is the same).
     """
-    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
-    for t in np.flatnonzero(case.mask):
-        advantage, old, new = scores[case.rows[t]], np.exp(case.proximal[t]), np.exp(case.current[t])
-        is_valid = new - old <= 0.15 if advantage > 0 else new - old >= -0.15
-        if is_valid:
-            gradient[t] -= new / old * advantage / num_tokens
-        loss -= (new if is_valid else old + np.sign(advantage) * 0.15) / old * advantage / num_tokens
-    return loss, gradient
+    scores, old, new = group_scores(case), np.exp(case.proximal), np.exp(case.current)
+    is_valid = np.where(scores > 0, new - old <= 0.15, new - old >= -0.15)
+    values = np.where(is_valid, new, old + np.sign(scores) * 0.15) / old * scores / case.mask.sum()
+    return -values.sum(), np.where(is_valid, -values, 0.0)
 
 
 def published_flash_reinforce(case: Case) -> Result:
@@ -180,15 +188,10 @@ def published_distill(case: Case) -> Result:
 
 def published_grpo(case: Case) -> Result:
     """arXiv 2402.03300 eqs. 3 and 4, beta 0.04: mean over rows of the mean over their tokens."""
-    loss, gradient, scores, rows = 0.0, np.zeros(len(case.mask)), group_scores(case), rows_of(case)
-    for row, tokens in rows:
-        for t in tokens:
-            share = 1 / (len(rows) * len(tokens))
-            value, slope = clipped(np.exp(case.current[t] - case.proximal[t]), scores[row], 0.8, 1.2)
-            quotient = np.exp(case.reference[t] - case.current[t])
-            loss -= share * (value - 0.04 * (quotient - np.log(quotient) - 1))
-            gradient[t] -= share * (slope - 0.04 * (1 - quotient))
-    return loss, gradient
+    shares, quotients = row_shares(case), np.exp(case.reference - case.current)
+    loss, gradient = clipped_sum(case, group_scores(case), shares)
+    penalties = 0.04 * shares * (quotients - np.log(quotients) - 1)
+    return loss + penalties.sum(), gradient + 0.04 * shares * (1 - quotients)
 
 
 def published_dr_grpo(case: Case) -> Result:
@@ -205,47 +208,26 @@ def published_dapo(case: Case) -> Result:
         rewards=case.rewards + punishment.reshape(case.rewards.shape),
         mask=case.mask & ~np.repeat(case.truncated, case.lengths),
     )
-    return clipped_sum(case, group_scores(case)[case.rows], 1 / case.mask.sum(), high=1.28)
+    return clipped_sum(case, group_scores(case), 1 / case.mask.sum(), high=1.28)
 
 
 def published_rloo(case: Case) -> Result:
     """arXiv 2402.14740: (R_i - mean of the other R) * grad log pi(y_i), with R = r - 0.05 * log(pi(y) / pi_ref(y)).
 
-    Each token has its ratio r to the proximal policy, 1 in the paper's single update, and no clip. What was paid before
-    a token, which its choice cannot change, is left out of its R (ours).
+    What was paid before a token, which its choice cannot change, is left out of its R (ours).
     """
-    gradient, rows, loss = np.zeros(len(case.mask)), rows_of(case), 0.0
     gaps = np.add.reduceat(case.proximal - case.reference, np.cumsum([0, *case.lengths[:-1]]))
     returns = case.rewards - 0.05 * gaps.reshape(case.rewards.shape)
-    for row, tokens in rows:
-        group, sample = divmod(row, returns.shape[1])
-        others = np.delete(returns[group], sample)
-        paid = 0.05 * np.array([gaps_before(case, row, t) for t in tokens])
-        advantages = returns[group, sample] + paid - others[~np.isnan(others)].mean()
-        ratios = np.exp(case.current[tokens] - case.proximal[tokens])
-        loss -= (advantages * ratios).sum() / len(rows)
-        gradient[tokens] = -advantages * ratios / len(rows)
-    return loss, gradient
-
-
-def gaps_before(case: Case, row: int, token: int) -> float:
-    """Sum of log(pi / pi_ref) over the row's tokens before one."""
-    before = (case.rows == row) & (np.arange(len(case.rows)) < token)
-    return float((case.proximal - case.reference)[before].sum())
+    num_others = np.isfinite(returns).sum(axis=1, keepdims=True) - 1
+    others = (np.nansum(returns, axis=1, keepdims=True) - returns) / num_others
+    advantages = (returns - others).reshape(-1)[case.rows] + 0.05 * gaps_before(case)
+    return ratio_sum(case, advantages / len(rows_of(case)))
 
 
 def published_reinforce(case: Case) -> Result:
-    """Williams (1992): (r - b) * grad log pi with b the mean reward of the batch, averaged over tokens.
-
-    Each token has its ratio r to the proximal policy, 1 in a single update, and no clip.
-    """
-    gradient, num_tokens, loss = np.zeros(len(case.mask)), case.mask.sum(), 0.0
-    for row, tokens in rows_of(case):
-        advantage = case.rewards.reshape(-1)[row] - np.nanmean(case.rewards)
-        ratios = np.exp(case.current[tokens] - case.proximal[tokens])
-        loss -= advantage * ratios.sum() / num_tokens
-        gradient[tokens] = -advantage * ratios / num_tokens
-    return loss, gradient
+    """Williams (1992): (r - b) * grad log pi with b the mean reward of the batch, averaged over tokens."""
+    advantages = case.rewards.reshape(-1) - np.nanmean(case.rewards)
+    return ratio_sum(case, advantages[case.rows] / case.mask.sum())
 
 
 def published_reinforce_pp(case: Case) -> Result:
@@ -255,10 +237,7 @@ def published_reinforce_pp(case: Case) -> Result:
     """
     gaps = np.add.reduceat(case.proximal - case.reference, np.cumsum([0, *case.lengths[:-1]]))
     returns = case.rewards.reshape(-1) - 0.01 * gaps
-    advantages = np.zeros(len(case.mask))
-    for row, tokens in rows_of(case):
-        for t in tokens:
-            advantages[t] = returns[row] + 0.01 * gaps_before(case, row, t) - np.nanmean(returns)
+    advantages = returns[case.rows] + 0.01 * gaps_before(case) - np.nanmean(returns)
     advantages /= np.std(advantages[case.mask], ddof=1) + 1e-6
     return clipped_sum(case, advantages, 1 / case.mask.sum())
 
@@ -286,11 +265,11 @@ def published_gspo(case: Case) -> Result:
     Each row times its weight, the s_i of the proximal and the behaviour policy (ours).
     """
     loss, gradient, scores, rows = 0.0, np.zeros(len(case.mask)), group_scores(case), rows_of(case)
-    for row, tokens in rows:
+    for _, tokens in rows:
         likelihoods = np.exp(case.current[tokens]).prod(), np.exp(case.proximal[tokens]).prod()
         ratio = (likelihoods[0] / likelihoods[1]) ** (1 / len(tokens))
         weight = (likelihoods[1] / np.exp(case.behaviour[tokens]).prod()) ** (1 / len(tokens))
-        value, slope = clipped(ratio, scores[row], 1 - 3e-4, 1 + 4e-4)
+        value, slope = clipped(ratio, scores[tokens[0]], 1 - 3e-4, 1 + 4e-4)
         loss -= weight * value / len(rows)
         gradient[tokens] -= weight * slope / (len(rows) * len(tokens))
     return loss, gradient
@@ -298,13 +277,8 @@ def published_gspo(case: Case) -> Result:
 
 def published_cispo(case: Case) -> Result:
     """arXiv 2506.13585 eqs. 4 and 5: min(r, 1 + 5) without gradient, times A * log pi, averaged over all tokens."""
-    loss, gradient, scores, num_tokens = 0.0, np.zeros(len(case.mask)), group_scores(case), case.mask.sum()
-    for row, tokens in rows_of(case):
-        for t in tokens:
-            weight = min(np.exp(case.current[t] - case.proximal[t]), 6.0)
-            loss -= weight * scores[row] * case.current[t] / num_tokens
-            gradient[t] = -weight * scores[row] / num_tokens
-    return loss, gradient
+    weights = np.minimum(np.exp(case.current - case.proximal), 6.0) * group_scores(case) / case.mask.sum()
+    return -(weights * case.current).sum(), -weights
 
 
 def published_raft(case: Case) -> Result:
