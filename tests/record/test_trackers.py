@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import shutil
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from ledger_builders import make_sample
 from prometheus_client.parser import text_string_to_metric_families
 from run_folders import new_run_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from user_run import wait_until
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
@@ -147,13 +147,11 @@ def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     two_steps(tmp_path, "wandb")
     number = (tmp_path / "run" / "wandb-id").read_text()
     written = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    until = time.monotonic() + 30.0  # wandb's own process writes, and may end after `finish` has returned
-    while not all(b"max_staleness" in path.read_bytes() for path in written) and time.monotonic() < until:
-        time.sleep(0.05)
+    # wandb's own process writes, and may end after `finish` has returned.
+    wait_until(lambda: all(b"max_staleness" in path.read_bytes() for path in written), "recipe in wandb's files")
     assert [path.name for path in written] == [f"run-{number}.wandb"] * len(written)
     assert written
     assert any(b"reward/reward_mean" in path.read_bytes() for path in written)
-    assert all(b"max_staleness" in path.read_bytes() for path in written)
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run" / "wandb").rglob("*.table.json")]
     assert sorted(table["data"][0][:2] for table in tables) == [[1, "1+1=?"], [2, "1+1=?"]]
 

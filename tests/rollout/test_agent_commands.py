@@ -4,7 +4,6 @@ import asyncio
 import functools
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from agent_builders import trained
 from episode_builders import Speaker, in_loop, load, make_prompt, run
 from http_server import answering
-from user_run import alive
+from user_run import alive, wait_until
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EpisodeError
@@ -131,10 +130,7 @@ async def test_all_that_a_program_started_ends_with_it(tmp_path: Path, ending: s
     if "sleep" in ending:
         playing.cancel()
     await asyncio.wait([playing])
-    deadline = time.monotonic() + 60
-    while alive(int(file.read_text())):
-        assert time.monotonic() < deadline, "a process was left behind"
-        time.sleep(0.01)
+    wait_until(lambda: not alive(int(file.read_text())), "end of the process left behind")
 
 
 LOOKS = """

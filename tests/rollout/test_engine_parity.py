@@ -6,7 +6,6 @@ One vLLM engine per transport and architecture, in this process. Broken transfer
 import asyncio
 import copy
 import re
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +20,7 @@ from families import save_family
 from torch import nn
 from train_builders import VOCABULARY, save_tiny_model
 from transformers import AutoModelForCausalLM
+from user_run import wait_until
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.rollout.engine import Sampling
@@ -289,10 +289,7 @@ def start_samples(pair: Pair, count: int) -> list[Future[Sample]]:
 
 
 def wait_for_tokens(engine: VllmEngine, number: int) -> None:
-    deadline = time.monotonic() + 120
-    while engine.tokens_generated < number:
-        assert time.monotonic() < deadline, f"only {engine.tokens_generated} tokens"
-        time.sleep(0.002)
+    wait_until(lambda: engine.tokens_generated >= number, f"{number} tokens")
 
 
 # --- families of models: two here, GLM-4-MoE in test_loop.py, and all in benchmarks/bench_families.py ---

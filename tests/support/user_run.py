@@ -49,8 +49,6 @@ class UserRun:
 
     def __init__(self, command: Sequence[str], *, run_folder: Path) -> None:
         self.folder = RunFolder(run_folder)
-        self.leftovers: list[str] | None = None
-        """What outlived the command, known after `exit_code`."""
         self._others = _children()
         self._pieces: list[bytes] = []
         self._terminal, theirs = pty.openpty()
@@ -106,15 +104,13 @@ class UserRun:
             assert time.monotonic() < deadline, f"still no {what}:\n{self.output}"
             time.sleep(_POLL_S)
 
-    def exit_code(self) -> int:
-        """Wait for the end of the command, and see what it leaves behind."""
+    def ends_with(self, code: int) -> None:
+        """Wait for the end of the command; assert its exit code, and that it leaves nothing behind."""
         try:
-            code = self._process.wait(timeout=_DEADLINE_S)
+            assert self._process.wait(timeout=_DEADLINE_S) == code, self.output
         except subprocess.TimeoutExpired:
             raise AssertionError(f"does not end:\n{self.output}") from None
-        if self.leftovers is None:
-            self.leftovers = self._left_behind()
-        return code
+        assert self._left_behind() == []
 
     def actor(self, lane: str) -> int:
         """Process id of an actor: the topmost process that writes into its log."""
@@ -148,6 +144,14 @@ class UserRun:
         with suppress(OSError):  # Linux reports the end of a terminal as an error
             while piece := os.read(self._terminal, 65536):
                 self._pieces.append(piece)
+
+
+def wait_until(condition: Callable[[], object], what: str, *, within_s: float = 120.0) -> None:
+    """Wait for something that happens in another process or thread."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"still no {what}"
+        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -12,7 +11,7 @@ from episode_builders import in_loop
 from executed_lines import executed_lines
 from places import FIXTURES
 from pool_builders import make_prompt, replies_of, running_pool
-from user_run import alive
+from user_run import alive, wait_until
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
@@ -41,13 +40,6 @@ def score(completions, *, function=BEHAVE, **options):
 
 async def scores_of(pool, prompt, completions):
     return [Score(reward=reply.reward, failure=reply.failure) for reply in await pool.score(prompt, completions)]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "gave up waiting"
-        time.sleep(0.01)
 
 
 def children():
@@ -193,12 +185,12 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path):
     pid_file = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", program, BEHAVE, str(pid_file)])
     try:
-        wait_until(lambda: pid_file.exists() and pid_file.read_text())
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "call")
     finally:
         parent.kill()
         parent.wait()
     assert parent.returncode == -signal.SIGKILL
-    wait_until(lambda: not any(map(alive, map(int, pid_file.read_text().split()))))
+    wait_until(lambda: not any(map(alive, map(int, pid_file.read_text().split()))), "end of its processes")
 
 
 @in_loop

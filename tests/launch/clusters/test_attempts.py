@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from launch_builders import make_job, make_profile
-from user_run import alive
+from user_run import alive, wait_until
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import attempts, joined, ray_nodes, remote
@@ -110,9 +110,7 @@ def test_a_job_that_is_started_once_more_goes_on_with_its_record(
 
 def interrupt_when(path: Path) -> threading.Thread:
     def wait() -> None:
-        deadline = time.monotonic() + 120
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(path.exists, str(path))
         os.kill(os.getpid(), signal.SIGINT)
         path.with_name("go").touch()
 
@@ -165,10 +163,7 @@ def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
     assert record.attempts[1].cause == "processes of an earlier attempt must end before another, got two: no route"
     (tmp_path / "off").unlink()
     assert end_leftovers(job) == []
-    deadline = time.monotonic() + 120
-    while alive(pid_in(log)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid_in(log))
+    wait_until(lambda: not alive(pid_in(log)), "end of the process left behind")
 
 
 def test_logs_of_a_killed_supervisor_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
