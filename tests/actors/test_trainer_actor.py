@@ -1,13 +1,21 @@
-"""What a trainer rank says of itself while it works; no Ray, no model."""
+"""What a trainer rank says of itself while it works, and a verifier worker about held-out completions; no Ray."""
 
 import threading
 from typing import Any
 
 import pytest
+from episode_builders import in_loop
+from ledger_builders import make_sample
 
 from areal_lite.actors import trainer
+from areal_lite.actors import verifier as module
 from areal_lite.actors.trainer import OfflineTrainerActor
+from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.offline import parse_any_config
+from areal_lite.config.recipe import parse_config
+from areal_lite.types import Prompt, Score
+from areal_lite.verify.protocol import Reply, failed
+from areal_lite.verify.verifier_set import VerifierSet
 
 
 class Rank(OfflineTrainerActor):
@@ -46,3 +54,47 @@ def test_a_rank_whose_work_failed_is_free(rank: Rank) -> None:
     with pytest.raises(AttributeError):
         rank.work("evaluate")
     assert rank.ping() == ""
+
+
+# --- a verifier worker ---
+
+
+@in_loop
+async def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The total, step rewards included, with parts and metrics; or the failure, of an episode as well.
+
+    Seen failing with the total alone, in a run whose evaluations had no parts; without an agent's own score; and
+    (1.0) with `reward` in the total's place.
+    """
+    replies = {
+        "a": Reply(1.0, step_rewards=((3, 0.5),), parts={"right": 1.0}, metrics={"words": 2.0}),
+        "b": failed("timeout", ""),
+    }
+
+    async def score(
+        self: VerifierSet, prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool
+    ) -> list[Reply]:
+        assert held_out
+        assert messages == [said]
+        return [replies[text] for text in texts]
+
+    async def start(self: VerifierSet) -> None:
+        pass
+
+    for name in ("log_to_file", "decoder_of", "AsyncQueueClient"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(VerifierSet, "start", start)
+    monkeypatch.setattr(VerifierSet, "score", score)
+    access: Any = None
+    actor = VerifierActor(parse_config({}), name="verifier/0", access=access, log_folder="", model_folder="")
+    own = Score(reward=2.0, parts={"kind": 1.0}, metrics={"calls": 3.0})
+    said = ({"role": "assistant", "content": "a"},)
+    samples = [*(make_sample(text=text, messages=said) for text in "ab"), make_sample().scored(own), None]
+    prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 4
+    await actor.start()
+    found = await actor.score(prompts, samples)
+    assert [(reply.total, reply.failure) for reply in found] == [
+        (1.5, None), (None, "timeout"), (2.0, None), (None, "workflow"),
+    ]  # fmt: skip
+    assert [dict(reply.parts) for reply in found] == [{"right": 1.0}, {}, {"kind": 1.0}, {}]
+    assert [dict(reply.metrics) for reply in found] == [{"words": 2.0}, {}, {"calls": 3.0}, {}]

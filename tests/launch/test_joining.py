@@ -1,6 +1,7 @@
-"""A Ray cluster that cannot be joined ends in a sentence of our own, with what to do."""
+"""A Ray cluster that cannot be joined, and nodes out of reach, end in sentences of our own, with what to do."""
 
 import os
+import socket
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import ray
 
-from areal_lite.errors import ConfigError, StallError
+from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.launch.run import ray_session as session
+from areal_lite.launch.run.placement import Placement
+from areal_lite.launch.run.plan import Bundle, Node
 from areal_lite.launch.run.ray_session import ray_session
 
 
@@ -125,3 +128,60 @@ def test_an_address_that_nobody_answers_is_named_at_once(joins: list[str], monke
                 pass
         other.shutdown()
     assert set(joins) == {"token"}
+
+
+# --- errors of a run on several nodes ---
+
+
+def node(name: str, port: int) -> Node:
+    return Node(name=name, key=name, address="127.0.0.1", port=port, cores=1, gpus=0, free_gpus=0)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    """Two nodes listen, the third does not."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        yield [node("one", port), node("two", port), node("three", closed.getsockname()[1])]
+
+
+@pytest.fixture
+def where(nodes: list[Node]) -> Placement:
+    lanes = [("queue",), ("trainer/0",), ("trainer/1",), ("trainer/10",), ("rollout/0",)]
+    return Placement(
+        nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip([0, 0, 1, 1, 2], lanes, strict=True)]
+    )
+
+
+def test_an_error_names_nodes(where: Placement) -> None:
+    """Seen failing with a search that finds trainer/1 in trainer/10."""
+    error = where.with_nodes(StallError("late: trainer/10"))
+    assert isinstance(error, StallError)
+    assert str(error) == (
+        "late: trainer/10; trainer/10: on two (127.0.0.1); three (127.0.0.1) is unreachable from one (127.0.0.1): it, "
+        "its link or its Ray is down; it ran rollout/0"
+    )
+
+
+def test_one_node_and_errors_of_others_stay_as_they_are(nodes: list[Node], where: Placement) -> None:
+    error, other = TrainerError("trainer/0 died"), KeyError("trainer/0")
+    assert alone(nodes[0]).with_nodes(error) is error
+    assert where.with_nodes(other) is other
+
+
+def test_a_dead_raylet_is_named_before_what_died_of_it(nodes: list[Node], where: Placement) -> None:
+    """Seen failing with a trainer rank that is blamed, and waited for in vain."""
+    closed = nodes[2]
+    error = alone(closed).with_nodes(TrainerError("trainer/0 died"))
+    assert (
+        str(error)
+        == "Ray on this machine (its raylet) is down, with all processes that it ran; first error: trainer/0 died"
+    )
+    assert isinstance(error, TrainerError)
+    assert alone(closed).out_of_reach() == [closed]
+    assert [where.reaches(lane) for lane in ("queue", "trainer/10", "rollout/0")] == [True, True, False]
+
+
+def alone(single: Node) -> Placement:
+    return Placement([single], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])

@@ -1,6 +1,5 @@
 """What a run leaves behind: the keys that tools read, and figures worked out by hand from a scripted run."""
 
-import dataclasses
 import gzip
 import json
 import math
@@ -253,10 +252,8 @@ def test_the_worst_parity_of_all_stands_in_the_summary(recorder: OnlineRecorder)
 
 def test_samples_are_readable(recorder: OnlineRecorder, folder: RunFolder) -> None:
     prompt = Prompt(prompt_id="train/0/1", text="7+25=?", token_ids=(1, 2), answer="32")
-    sample = dataclasses.replace(
-        make_sample(versions=(3, 3, 4)), text="7+25=32#32", score=Score(reward=np.float32(1.0))
-    )
-    failed = dataclasses.replace(make_sample(versions=(4,)), text="?", score=Score(failure="timeout"))
+    sample = make_sample(versions=(3, 3, 4), text="7+25=32#32", score=Score(reward=np.float32(1.0)))
+    failed = make_sample(versions=(4,), text="?", score=Score(failure="timeout"))
     recorder.samples(5, [Group(group_id="train/0/1#0", prompt=prompt, samples=(sample, failed))])
     (row,) = folder.read("samples.jsonl")
     assert (row["step"], row["group"], row["prompt"], row["answer"]) == (5, "train/0/1#0", "7+25=?", "32")
