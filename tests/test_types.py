@@ -5,25 +5,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_builders import make_sample
 
 from areal_lite.errors import WireError
-from areal_lite.types import GIVEN, Sample, Score, StepReward, StopReason, VersionSpan
+from areal_lite.types import GIVEN, Sample, Score, StepReward, VersionSpan
 from areal_lite.wire import decode, encode
 
 
-def make_sample(*spans: tuple[int, int, int], num_tokens: int = 3, **changes: Any) -> Sample:
-    """Tokens 0, 1, 2, ... with the spans (version, start, end)."""
-    content: dict[str, Any] = {
-        "token_ids": np.arange(num_tokens, dtype=np.int32),
-        "logprobs": np.full(num_tokens, -0.5, np.float32),
-        "spans": tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
-        "stop_reason": StopReason.STOP,
-    }
-    return Sample(**content | changes)
+def with_spans(*spans: tuple[int, int, int], **changes: Any) -> Sample:
+    """Three tokens with the spans (version, start, end)."""
+    made = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans)
+    return make_sample(spans=made, **changes)
 
 
 def test_spans_that_follow_each_other_to_the_end_are_a_sample() -> None:
-    assert make_sample((4, 0, 1), (GIVEN, 1, 2), (3, 2, 3)).oldest_version == 3
+    assert with_spans((4, 0, 1), (GIVEN, 1, 2), (3, 2, 3)).oldest_version == 3
 
 
 @pytest.mark.parametrize(
@@ -43,12 +39,12 @@ def test_spans_that_follow_each_other_to_the_end_are_a_sample() -> None:
 def test_spans_with_gaps_overlaps_or_ends_elsewhere_are_refused(spans: list[tuple[int, int, int]]) -> None:
     """Seen failing with the look at the spans ended at the first gap."""
     with pytest.raises(ValueError, match="cover all 3 tokens"):
-        make_sample(*spans)
+        with_spans(*spans)
 
 
 def test_a_sample_ends_with_a_token_of_the_model() -> None:
     with pytest.raises(ValueError, match="must end with a token that the model produced"):
-        make_sample((0, 0, 2), (GIVEN, 2, 3))
+        with_spans((0, 0, 2), (GIVEN, 2, 3))
 
 
 def test_a_score_replaces_all_that_was_said_before() -> None:
@@ -60,7 +56,7 @@ def test_a_score_replaces_all_that_was_said_before() -> None:
         metrics={"words": 7.0},
         feedback="well done",
     )
-    generated = make_sample(
+    generated = with_spans(
         (3, 0, 3), text="abc", messages=({"role": "user", "content": "?"},), routes=np.zeros((2, 1, 1), np.uint8)
     )
     scored = generated.scored(score)
@@ -85,9 +81,9 @@ def test_a_reward_that_cannot_train_is_no_score(wrong: float) -> None:
 @pytest.mark.parametrize("routes", [np.zeros((2, 1), np.uint8), np.zeros((2, 1, 1), np.int32)])
 def test_routes_are_small_numbers_by_token_layer_and_choice(routes: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"routes must be \[tokens, layers, experts\] uint8 or uint16"):
-        make_sample((3, 0, 3), routes=routes)
+        with_spans((3, 0, 3), routes=routes)
 
 
 def test_a_score_must_fit_its_sample() -> None:
     with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
-        make_sample((0, 0, 3)).scored(Score(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),)))
+        with_spans((0, 0, 3)).scored(Score(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),)))

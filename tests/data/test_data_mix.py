@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ledger_builders import make_scores
-from queue_builders import FakeCursor, connected, generate, serving, verify
+from queue_builders import FakeCursor, generate, open_queue, verify
 from source_builders import load, make_prompts, recipe
 
 from areal_lite.config.plugins import reference_to
@@ -257,8 +257,7 @@ def test_the_queue_tells_the_cursor_each_result_once() -> None:
     """
     cursor = FakeCursor()
     half = Score(reward=0.5, step_rewards=(StepReward(token=0, value=-0.25),))
-    with serving(cursor=cursor) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(cursor=cursor) as client:
         generate(client, 3)
         (lease,) = verify(client, 1, scores=[Score(reward=1.5), half, Score(failure="timeout")])
         assert not client.complete_verify(lease_id=lease.lease_id, scores=make_scores(0.0, 0.0, 0.0))

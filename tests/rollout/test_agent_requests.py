@@ -13,7 +13,7 @@ import openai
 import pytest
 from agent_builders import ADD, CALL, CLAUDE_ADD, HERMES, own, post, say, train, trained, user
 from chat_builders import CHATML, make_tokenizer
-from episode_builders import Speaker, load
+from episode_builders import Failing, Speaker, load
 
 from areal_lite.errors import EpisodeError
 from areal_lite.rollout.api_fields import Refusal
@@ -493,14 +493,6 @@ OPENINGS = {
 def test_what_fails_while_it_is_streamed_is_the_clients_error(api: str) -> None:
     """In the way of each SDK; what is refused before is a status, as without a stream. Seen failing with a status."""
 
-    class Failing(Speaker):
-        async def generate(self, prompt_ids: Any, sampling: Any) -> Any:
-            if len(self.contexts) == 0:
-                self.contexts.append([])
-                await asyncio.sleep(0.1)
-                raise RuntimeError("no luck")
-            return await super().generate(prompt_ids, sampling)
-
     async def scenario(llm: Any) -> None:
         async with anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key) as client:
             asks = {
@@ -514,7 +506,8 @@ def test_what_fails_while_it_is_streamed_is_the_clients_error(api: str) -> None:
         with pytest.raises(openai.BadRequestError, match="prompt is too long"):
             await llm.client.chat.completions.create(model="m", messages=[user("a" * 5000)], stream=True)
 
-    sample, _ = asking(scenario, engine=Failing(lambda _: "abc", tokenizer=make_tokenizer(CHATML)))
+    engine = Failing(lambda _: "abc", RuntimeError("no luck"), tokenizer=make_tokenizer(CHATML))
+    sample, _ = asking(scenario, engine=engine)
     assert sample.branches == ()
 
 

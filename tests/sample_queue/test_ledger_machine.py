@@ -23,6 +23,14 @@ SAMPLES = 3
 SCORES = st.sampled_from([(0.0, 1.0, 1.0), (0.0, 1.0, "nan"), (1.0, 1.0, "nan"), (0.0, "timeout", "timeout")])
 ROLLOUT_WORKERS = st.sampled_from(["rollout/0", "rollout/1"])
 WORKERS = ROLLOUT_WORKERS | st.just("verifier/0")
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "max_staleness": st.sampled_from([1, 2, 0]),
+    "groups_per_step": st.sampled_from([2, 3, 1]),
+    "total_steps": st.sampled_from([1000, 1000, 1000, 5]),
+    "reject": st.sampled_from(["none", "zero_variance"]),
+    "max_attempts": st.integers(1, 3),
+}
+"""Settings of the ledger."""
 BACK = {"leased_rollout": "waiting", "leased_verify": "generated", "taken": "ready"}
 
 
@@ -99,38 +107,16 @@ class LedgerMachine(RuleBasedStateMachine):
     on_stale = "mask"
 
     @initialize(
-        eta=st.sampled_from([1, 2, 0]),
-        groups_per_step=st.sampled_from([2, 3, 1]),
-        total_steps=st.sampled_from([1000, 1000, 1000, 5]),
-        reject=st.sampled_from(["none", "zero_variance"]),
-        max_attempts=st.integers(1, 3),
+        drawn=st.fixed_dictionaries(DRAWN),
         fewer_ahead=st.sampled_from([0, 0, 1]),
         stragglers=st.integers(0, 2),
         steps=st.integers(0, 4),
     )
-    def start(
-        self,
-        eta: int,
-        groups_per_step: int,
-        total_steps: int,
-        reject: Any,
-        max_attempts: int,
-        fewer_ahead: int,
-        stragglers: int,
-        steps: int,
-    ) -> None:
-        self.ahead = max(0, eta - fewer_ahead)
-        self.settings = make_settings(
-            max_staleness=eta,
-            max_ahead=self.ahead if fewer_ahead else None,
-            on_stale=self.on_stale,
-            groups_per_step=groups_per_step,
-            samples_per_group=SAMPLES,
-            total_steps=total_steps,
-            reject=reject,
-            lease_timeout_s=TIMEOUT_S,
-            max_attempts=max_attempts,
-        )
+    def start(self, drawn: dict[str, Any], fewer_ahead: int, stragglers: int, steps: int) -> None:
+        self.ahead = max(0, drawn["max_staleness"] - fewer_ahead)
+        max_ahead = self.ahead if fewer_ahead else None
+        fixed = {"on_stale": self.on_stale, "samples_per_group": SAMPLES, "lease_timeout_s": TIMEOUT_S}
+        self.settings = make_settings(max_ahead=max_ahead, **fixed, **drawn)
         self.clock = FakeClock()
         self.ledger = Ledger(self.settings, clock=self.clock)
         self.model = Model()
@@ -160,14 +146,18 @@ class LedgerMachine(RuleBasedStateMachine):
         """Group ids, those that lost a worker last."""
         return sorted(self.in_state(state), key=lambda name: self.model.groups[name].lost)
 
+    def end_lease(self, lease_id: str) -> str:
+        """The lease is dead; returns its group."""
+        self.dead.append(lease_id)
+        return self.leases.pop(lease_id).group_id
+
     def lose(self, lease_id: str) -> None:
         """The group goes back to the state before, or ends with the last worker that it may cost."""
-        lease = self.leases.pop(lease_id)
-        self.dead.append(lease_id)
-        group = self.model.groups[lease.group_id]
+        group_id = self.end_lease(lease_id)
+        group = self.model.groups[group_id]
         group.lost += 1
         if group.lost == self.settings.max_attempts:
-            self.finish(lease.group_id, "failed(crashes_workers)")
+            self.finish(group_id, "failed(crashes_workers)")
             return
         if group.state == "leased_rollout":
             group.began = self.model.version
@@ -258,14 +248,12 @@ class LedgerMachine(RuleBasedStateMachine):
         return [name for name, lease in self.leases.items() if lease.kind == kind]
 
     def complete_rollout(self, lease_id: str, tokens: list[list[int]]) -> None:
-        group = self.model.groups[self.leases.pop(lease_id).group_id]
+        group = self.model.groups[self.end_lease(lease_id)]
         group.tokens, group.failed, group.state = tokens, [False] * len(tokens), "generated"
-        self.dead.append(lease_id)
         assert self.ledger.complete_rollout(lease_id, make_samples(*tokens))
 
     def complete_verify(self, lease_id: str, scores: tuple[float | str, ...]) -> None:
-        group_id = self.leases.pop(lease_id).group_id
-        self.dead.append(lease_id)
+        group_id = self.end_lease(lease_id)
         assert self.ledger.complete_verify(lease_id, make_scores(*scores))
         if "timeout" in scores:
             self.finish(group_id, "failed(timeout)")
@@ -279,8 +267,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(list(self.leases)))
-        group_id = self.leases.pop(lease_id).group_id
-        self.dead.append(lease_id)
+        group_id = self.end_lease(lease_id)
         assert self.ledger.fail(lease_id, "reason")
         self.finish(group_id, "failed(reason)")
 
@@ -333,12 +320,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def expected_batch(self) -> tuple[list[str], list[str] | None]:
         """Groups that end as stale, and the batch (None: not yet)."""
-        eta, size, version, groups = (
-            self.settings.max_staleness,
-            self.settings.groups_per_step,
-            self.model.version,
-            self.model.groups,
-        )
+        eta, size = self.settings.max_staleness, self.settings.groups_per_step
+        version, groups = self.model.version, self.model.groups
         ready = sorted(self.in_state("ready"), key=lambda name: groups[name].began)
         if len(ready) < size:
             return [], None
@@ -413,8 +396,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.model.version - groups[name].oldest() <= self.settings.max_staleness:
                 continue
             for lease_id in [key for key, lease in self.leases.items() if lease.group_id == name]:
-                del self.leases[lease_id]
-                self.dead.append(lease_id)
+                self.end_lease(lease_id)
             prompt, attempt = name.split("#")
             lost = groups[name].lost
             if int(attempt) + 1 < self.settings.max_attempts:

@@ -15,7 +15,17 @@ from episode_builders import in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_builders import FakeClock
-from queue_builders import LONG_WAIT_S, SOON_S, FakeCursor, await_parked, connected, dealer, make_queue, serving
+from queue_builders import (
+    LONG_WAIT_S,
+    SOON_S,
+    FakeCursor,
+    await_parked,
+    connected,
+    dealer,
+    make_queue,
+    open_queue,
+    serving,
+)
 
 from areal_lite.errors import ConfigError, LedgerError, QueueClosed, QueueError, QueueTimeout, WireError
 from areal_lite.network import listen
@@ -142,8 +152,7 @@ def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCapt
         def next(self) -> Prompt:
             raise KeyError("row 7")
 
-    with serving(cursor=BrokenCursor()) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(cursor=BrokenCursor()) as client:
         with pytest.raises(LedgerError, match="KeyError: 'row 7'"):
             client.lease_rollout(worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
         assert client.status()["version"] == 0

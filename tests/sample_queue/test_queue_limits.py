@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 from ledger_builders import FakeClock
-from queue_builders import LONG_WAIT_S, SCORES, SOON_S, await_parked, connected, dealer, generate, serving
+from queue_builders import LONG_WAIT_S, SCORES, SOON_S, await_parked, connected, dealer, generate, open_queue, serving
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue import groups, server
@@ -65,8 +65,7 @@ def test_work_is_not_lost_with_a_client_that_is_gone() -> None:
 def test_reasons_are_cut_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a worker that fails a group and from a verifier alike. Seen failing with the reason as it came."""
     monkeypatch.setattr(groups, "_MAX_REASONS", 2)
-    with serving(max_staleness=9) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(max_staleness=9) as client:
         for reason in ("x" * 10_000, "y", "y", "z"):
             (lease,) = client.lease_rollout(worker="w", limit=1, wait_s=0.0)
             assert client.fail(lease_id=lease.lease_id, reason=reason)
@@ -82,8 +81,7 @@ def test_reasons_are_cut_and_their_number_is_bounded(monkeypatch: pytest.MonkeyP
 def test_a_score_that_does_not_fit_its_sample_loses_no_group() -> None:
     """A step reward after the last token. Seen failing with the lease ended first: the group stayed lent forever."""
     clock = FakeClock()
-    with serving(clock=clock) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(clock=clock) as client:
         generate(client, 1)
         (lease,) = client.lease_verify(worker="v", limit=1, wait_s=0.0)
         wrong = [Score(reward=1.0, step_rewards=(StepReward(token=99, value=1.0),)), *SCORES[1:]]

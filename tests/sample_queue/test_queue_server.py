@@ -21,6 +21,7 @@ from queue_builders import (
     generate,
     make_ready,
     make_samples,
+    open_queue,
     serving,
     verify,
 )
@@ -34,8 +35,7 @@ from areal_lite.wire import SCHEMA_VERSION
 @pytest.fixture
 def queue() -> Iterator[QueueClient]:
     """A client of a fresh queue with open admission."""
-    with serving() as access, connected(access) as client:
-        client.open_admission()
+    with open_queue() as client:
         yield client
 
 
@@ -207,8 +207,7 @@ def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient)
 def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> None:
     """Seen failing with `expire` never called by the server."""
     clock = FakeClock()
-    with serving(clock=clock, lease_timeout_s=10.0) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(clock=clock, lease_timeout_s=10.0) as client:
         lost, *kept = client.lease_rollout(worker="rollout/0", limit=4, wait_s=0.0)  # all there is
         kept_ids = [lease.lease_id for lease in kept]
         clock.now = 6.0
@@ -241,8 +240,7 @@ def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:
 def test_status_tells_who_holds_what_since_when() -> None:
     """Seen failing: a late last request kept a dead worker's name forever."""
     clock = FakeClock()
-    with serving(clock=clock) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(clock=clock) as client:
         client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
         clock.now = 3.0
         (second,) = client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
@@ -283,8 +281,7 @@ def test_progress_grows_with_what_workers_report_and_never_falls(queue: QueueCli
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_partition_the_batch_and_may_ask_again(num_ranks: int) -> None:
     """Four groups of three samples, two minibatches. Seen failing with the rows split anew at every fetch."""
-    with serving(groups_per_step=4, num_ranks=num_ranks) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(groups_per_step=4, num_ranks=num_ranks) as client:
         make_ready(client, 4)
         client.take(batch_id="b", wait_s=0.0)
         places = []
@@ -301,8 +298,7 @@ def test_ranks_partition_the_batch_and_may_ask_again(num_ranks: int) -> None:
 def minibatches(seed: int) -> list[list[int]]:
     """Minibatch of each row, for two steps of a run with this seed."""
     steps = []
-    with serving(groups_per_step=4, num_ranks=1, seed=seed) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(groups_per_step=4, num_ranks=1, seed=seed) as client:
         for batch_id in ("a", "b"):
             make_ready(client, 4)
             client.take(batch_id=batch_id, wait_s=0.0)
@@ -349,8 +345,7 @@ def test_a_step_completed_again_late_leaves_the_next_batch_alone(queue: QueueCli
 
 def test_a_restored_queue_continues_where_it_was_saved() -> None:
     """Seen failing with the cursor's place left out of what is saved: prompts would be generated again."""
-    with serving(groups_per_step=2, max_staleness=2) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(groups_per_step=2, max_staleness=2) as client:
         make_ready(client, 2)
         client.take(batch_id="step-0", wait_s=0.0)
         client.complete_step(batch_id="step-0")
@@ -381,8 +376,7 @@ def test_a_restored_queue_continues_where_it_was_saved() -> None:
 def test_a_save_is_of_one_moment_and_others_are_served_between_its_parts() -> None:
     """Seen failing with the groups read when their part is asked for, and with everything in one part."""
     sizes = {"samples_per_group": 2, "max_message_bytes": 2**26, "max_staleness": 9}
-    with serving(**sizes) as access, connected(access) as client:
-        client.open_admission()
+    with open_queue(**sizes) as client:
         *generated, leased = client.lease_rollout(worker="rollout/0", limit=3, wait_s=0.0)
         for lease in generated:
             samples = [make_sample(versions=[0] * 700_000)] * 2  # 11 MB

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ledger_builders import make_sample, version_spans
 
 from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.shards import assign_rows
-from areal_lite.types import VersionSpan
+from areal_lite.types import GIVEN, VersionSpan
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,22 @@ def test_token_ages_and_mask() -> None:
 
     Seen failing with `<` instead of `<=` in the mask, and with spans repeated once instead of by their length.
     """
-    spans = [
-        VersionSpan(version=3, start=0, end=2),
-        VersionSpan(version=4, start=2, end=3),
-        VersionSpan(version=6, start=3, end=5),
-    ]
+    spans = version_spans([3, 3, 4, 6, 6])
     np.testing.assert_array_equal(staleness.token_ages(spans, version=7), [4, 4, 3, 1, 1])
     mask = staleness.trainable_mask(spans, version=7, max_staleness=3)
     assert mask.dtype == np.bool_
     np.testing.assert_array_equal(mask, [False, False, True, True, True])
+
+
+def test_given_tokens_have_no_age() -> None:
+    """They are not trainable, not stale, and do not make a sample old. Seen failing with -1 taken for a version."""
+    sample = make_sample(versions=[3, 3, GIVEN, GIVEN, 3])
+    assert staleness.token_ages(sample.spans, version=5).tolist() == [2, 2, -1, -1, 2]
+    mask = staleness.trainable_mask(sample.spans, version=5, max_staleness=2)
+    assert mask.tolist() == [True, True, False, False, True]
+    assert staleness.num_trainable(sample.spans, version=5, max_staleness=2) == 3
+    assert staleness.num_trainable(sample.spans, version=5, max_staleness=1) == 0
+    assert sample.oldest_version == 3
 
 
 @given(

@@ -42,14 +42,15 @@ def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def make_sample(*, versions: Sequence[int] = (0, 0, 0)) -> Sample:
+def make_sample(*, versions: Sequence[int] = (0, 0, 0), **changes: Any) -> Sample:
     """One token per entry of `versions`."""
-    return Sample(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        logprobs=np.zeros(len(versions), dtype=np.float32),
-        spans=version_spans(versions),
-        stop_reason=StopReason.STOP,
-    )
+    defaults: dict[str, Any] = {
+        "token_ids": np.arange(len(versions), dtype=np.int32),
+        "logprobs": np.zeros(len(versions), dtype=np.float32),
+        "spans": version_spans(versions),
+        "stop_reason": StopReason.STOP,
+    }
+    return Sample(**defaults | changes)
 
 
 def make_samples(*versions: Sequence[int]) -> list[Sample]:

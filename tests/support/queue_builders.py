@@ -4,16 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import zmq
-from ledger_builders import FakeClock, make_scores, make_settings
+from ledger_builders import FakeClock, make_sample, make_scores, make_settings
 
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import QueueService
-from areal_lite.types import Lease, Prompt, Sample, Score, StopReason, VersionSpan
+from areal_lite.types import Lease, Prompt, Sample, Score
 
 LONG_WAIT_S = 60.0
 """The deadline of requests that must be answered before it."""
@@ -81,6 +80,14 @@ def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[Que
 
 
 @contextmanager
+def open_queue(**changes: Any) -> Iterator[QueueClient]:
+    """Run a server with open admission; yields a client of its controller."""
+    with serving(**changes) as access, connected(access) as client:
+        client.open_admission()
+        yield client
+
+
+@contextmanager
 def dealer(access: QueueAccess, prepare: Callable[[Any], None] = lambda _: None) -> Iterator[Any]:
     """A socket that sends given messages; `prepare` sets its options before it connects."""
     context = zmq.Context()
@@ -107,16 +114,7 @@ def await_parked(client: QueueClient, number: int) -> None:
 
 def make_samples(num_samples: int = 3, *, version: int = 0) -> list[Sample]:
     """Samples of 1, 2, 3, ... tokens."""
-    return [
-        Sample(
-            token_ids=np.arange(length, dtype=np.int32),
-            logprobs=np.full(length, -0.5, np.float32),
-            spans=(VersionSpan(version=version, start=0, end=length),),
-            stop_reason=StopReason.STOP,
-            text="x" * length,
-        )
-        for length in range(1, num_samples + 1)
-    ]
+    return [make_sample(versions=[version] * length, text="x" * length) for length in range(1, num_samples + 1)]
 
 
 def saved(service: QueueService) -> bytes:

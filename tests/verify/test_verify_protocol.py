@@ -1,7 +1,6 @@
 """What a verify function may return: everything it says is checked before anything trains on it."""
 
 import errno
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -192,7 +191,7 @@ def test_a_step_ends_at_the_first_token_that_completes_it(end, token):
 
 
 def test_a_score_has_steps_at_tokens_and_everything_else_as_said():
-    sample = replace(make_sample(versions=[0] * 4), token_ids=np.array([0, 1, 2, EOS], np.int32), text="7+5")
+    sample = make_sample(versions=[0] * 4, token_ids=np.array([0, 1, 2, EOS], np.int32), text="7+5")
     reply = Reply(1.0, {"a": 1.0}, ((3, 0.5), (1, -0.5)), "well done", {"n": 2.0})
     assert score_of(reply, sample, decode) == Score(
         reward=1.0,

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from episode_builders import in_loop
@@ -161,7 +160,7 @@ async def test_watched_rewards_are_metrics_of_held_out_replies_and_of_a_share_of
     options = {"function": f"{file}:constant", "arguments": {"value": 0.25}}
     async with running_set(watch={"verifiers": watched, "share": 0.25}, **options) as verifiers:
         replies = await asyncio.gather(
-            *(verifiers.judge(make_prompt("7"), replace(make_sample(), text=text)) for text in ("7", "bad"))
+            *(verifiers.judge(make_prompt("7"), make_sample(text=text)) for text in ("7", "bad"))
         )
         assert 900 < sum(map(verifiers.is_watched, groups)) < 1100
         gauges = verifiers.gauges()["verifiers"]

@@ -16,7 +16,7 @@ from areal_lite.types import Lease, Sample, Score
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.worker import VerifierWorker
 
-RIGHT, WRONG = (replace(make_sample(), text=text) for text in ("#2", "#3"))
+RIGHT, WRONG = (make_sample(text=text) for text in ("#2", "#3"))
 
 
 def generated(number: int, *samples: Sample) -> Lease:
