@@ -49,15 +49,18 @@ class PlainRow:
     targets: list[float] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
 
+    @property
+    def times(self) -> list[int]:
+        """The time steps of the episode."""
+        return [t for t, mine in enumerate(self.own) if mine]
+
+    def time_of(self, token: int) -> int:
+        """The time step at a token, or the last one before it."""
+        return max(t for t in self.times if t <= token)
+
     def steps_before(self, t: int) -> int:
-        """How many steps were rewarded at a token before this one."""
-        number = 0
-        for step in self.row.sample.step_rewards:
-            token = step.token
-            while not self.own[token]:
-                token -= 1
-            number += token < t
-        return number
+        """How many steps were rewarded at a time before this one."""
+        return sum(self.time_of(step.token) < t for step in self.row.sample.step_rewards)
 
     @property
     def behaviour(self) -> list[float]:
@@ -145,14 +148,11 @@ class PlainTrainer:
             p.rewards = [0.0] * len(p.mask)
             p.rewards[-1] = 0.0 if math.isnan(raw) else shaped
             for step in p.row.sample.step_rewards:
-                token = step.token
-                while not p.own[token]:
-                    token -= 1
-                p.rewards[token] += knobs.reward_scale * step.value
+                p.rewards[p.time_of(step.token)] += knobs.reward_scale * step.value
                 p.rewards[-1] -= knobs.reward_scale * step.value
             if knobs.kl == "reward":
                 assert knobs.kl_estimator == "k1"
-                for t in [t for t, mine in enumerate(p.own) if mine]:
+                for t in p.times:
                     p.rewards[t] -= knobs.kl_coef * (p.proximal[t] - p.reference[t])
         if knobs.baseline == "critic":
             self._generalised(plain)
@@ -168,7 +168,7 @@ class PlainTrainer:
         gamma, lam = self.objective.gamma, self.objective.gae_lambda
         for p in plain:
             after, carried, p.advantages = 0.0, 0.0, [0.0] * len(p.own)
-            for t in reversed([t for t, mine in enumerate(p.own) if mine]):
+            for t in reversed(p.times):
                 carried = p.rewards[t] + gamma * after - p.values[t] + gamma * lam * carried
                 after = p.values[t]
                 p.advantages[t] = carried
@@ -177,10 +177,9 @@ class PlainTrainer:
                 p.targets = self._to_go(p)
 
     def _to_go(self, p: PlainRow) -> list[float]:
-        times = [t for t, mine in enumerate(p.own) if mine]
         to_go = [0.0] * len(p.own)
-        for now, t in enumerate(times):
-            later = enumerate(times[now:])
+        for now, t in enumerate(p.times):
+            later = enumerate(p.times[now:])
             to_go[t] = sum(self.objective.gamma**passed * p.rewards[k] for passed, k in later)
         return to_go
 
@@ -188,7 +187,7 @@ class PlainTrainer:
         """Compare with those of the group, or the batch, who have come as far: behind as many rewarded steps."""
         reached: dict[int, np.ndarray] = {}
         for p in plain:
-            for t in reversed([t for t, mine in enumerate(p.own) if mine]):  # the first token of a place stays
+            for t in reversed(p.times):  # the first token of a place stays
                 if not math.isnan(rewards[p.place]):
                     reached.setdefault(p.steps_before(t), np.full(rewards.shape, NAN))[p.place] = self._to_go(p)[t]
         for p in plain:
@@ -199,7 +198,7 @@ class PlainTrainer:
             divisor = np.nanstd(totals, ddof=1) + 1e-6 if self.objective.scale == "group_std" else 1.0
             if self.objective.scale == "group_std" and np.nanstd(totals) == 0:
                 continue
-            for t in [t for t, mine in enumerate(p.own) if mine]:
+            for t in p.times:
                 returns = reached[p.steps_before(t)]
                 group = returns[p.row.group_index]
                 others = np.delete(group, p.row.sample_index)

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from families import DECODER
+from ledger_builders import version_spans
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
+from areal_lite.types import Row, Sample, Shard, StopReason
 
 VOCABULARY = 12
 
@@ -31,21 +33,9 @@ def save_tiny_model(
     """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and a tokenizer, of digits."""
     torch.manual_seed(seed)
     tokenizer = tokenizer or build_char_tokenizer("0123456789")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=32,
-        max_position_embeddings=max_context,
-        tie_word_embeddings=tie_embeddings,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers}
+    heads = {"num_key_value_heads": num_key_value_heads, "head_dim": 32, "max_position_embeddings": max_context}
+    config = Qwen3Config(**DECODER | sizes | heads, tie_word_embeddings=tie_embeddings, initializer_range=0.2)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -66,13 +56,11 @@ def make_config(*, groups: int = 3, samples: int = 4, **sections: dict[str, Any]
 
 def make_sample(length: int, *, rng: np.random.Generator, version: int = 5, old_tokens: int = 0) -> Sample:
     """Build a sample of random tokens; the first `old_tokens` are three versions older."""
-    spans = [VersionSpan(version=version, start=old_tokens, end=length)]
-    if old_tokens:
-        spans.insert(0, VersionSpan(version=version - 3, start=0, end=old_tokens))
+    versions = [version - 3] * old_tokens + [version] * (length - old_tokens)
     return Sample(
         token_ids=rng.integers(2, VOCABULARY, length).astype(np.int32),
         logprobs=rng.uniform(-3.0, -1.0, length).astype(np.float32),
-        spans=tuple(spans),
+        spans=version_spans(versions),
         stop_reason=StopReason.STOP if length % 2 else StopReason.LENGTH,
     )
 
@@ -102,6 +90,13 @@ def make_shard(rows: Sequence[Row], *, rewards: np.ndarray | None = None, versio
     if rewards is None:
         rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
     return Shard(batch_id="batch-0", rank=rank, version=version, rewards=rewards.astype(np.float32), rows=tuple(rows))
+
+
+def shard_of(version: int, *, rank: int = 0, ranks: int = 1) -> Shard:
+    """Return a rank's part of the rows of a version, dealt in pairs."""
+    rows = make_rows(version=version, seed=version)
+    mine = [row for index, row in enumerate(rows) if index // 2 % ranks == rank]
+    return make_shard(mine, version=version, rank=rank)
 
 
 def full_state(trainer: Trainer) -> dict[str, Any]:

@@ -1,17 +1,15 @@
 """What a batch earned, by data source and part; and samples that an environment helped to write, in the ledger."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from ledger_builders import make_sample, make_settings, play
 
-from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, Ledger
 from areal_lite.sample_queue.shards import ShardedBatch
-from areal_lite.types import GIVEN, Prompt, Sample, Score, StepReward, VersionSpan
+from areal_lite.types import Prompt, Sample, Score, StepReward
 
 
 def scored(**changes: Any) -> Sample:
@@ -91,22 +89,3 @@ def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
     assert [sample.score for sample in batch.groups[0].samples] == expected
     np.testing.assert_array_equal(sharded(batch).shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
     assert sharded(batch).rewards()["reward_by_source"] == {"p": 0.5}
-
-
-def turns(version: int) -> Sample:
-    spans = ((version, 0, 2), (GIVEN, 2, 4), (version, 4, 5))
-    return dataclasses.replace(
-        make_sample(versions=[version] * 5),
-        spans=tuple(VersionSpan(version=number, start=start, end=end) for number, start, end in spans),
-    )
-
-
-def test_given_tokens_have_no_age() -> None:
-    """They are not trainable, not stale, and do not make a sample old. Seen failing with -1 taken for a version."""
-    sample = turns(3)
-    assert staleness.token_ages(sample.spans, version=5).tolist() == [2, 2, -1, -1, 2]
-    mask = staleness.trainable_mask(sample.spans, version=5, max_staleness=2)
-    assert mask.tolist() == [True, True, False, False, True]
-    assert staleness.num_trainable(sample.spans, version=5, max_staleness=2) == 3
-    assert staleness.num_trainable(sample.spans, version=5, max_staleness=1) == 0
-    assert sample.oldest_version == 3

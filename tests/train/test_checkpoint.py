@@ -20,7 +20,7 @@ from rank_processes import run_ranks
 from run_folders import write_checkpoint
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from train_builders import full_state, make_config, make_rows, make_shard, save_tiny_model
+from train_builders import full_state, make_config, save_tiny_model, shard_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
@@ -28,7 +28,6 @@ from areal_lite.record.checkpoints import damage, seal
 from areal_lite.train import distributed
 from areal_lite.train.checkpoint import files_of
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -39,10 +38,6 @@ PPO = {"objective": {"preset": "ppo", "kl_target": 1e-3}, "critic": {"lr": 1e-2}
 
 def make_trainer(model_folder: str, **sections: Any) -> Trainer:
     return Trainer(make_config(**sections), model_folder=model_folder, rank=0)
-
-
-def shard(version: int) -> Shard:
-    return make_shard(make_rows(version=version, seed=version), version=version)
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -58,7 +53,7 @@ def test_saving_before_the_first_step_disturbs_nothing(model_folder: str, tmp_pa
     resumed.load(tmp_path)
     assert resumed.version == 0
     for trainer in (straight, saved, resumed):
-        trainer.train_step(shard(0))
+        trainer.train_step(shard_of(0))
     assert_equal(full_state(saved), full_state(straight))
     assert_equal(full_state(resumed), full_state(straight))
 
@@ -70,11 +65,11 @@ def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Pa
     """
     straight, saved, resumed = (make_trainer(model_folder, **PPO) for _ in range(3))
     for trainer in (straight, saved):
-        trainer.train_step(shard(0))
+        trainer.train_step(shard_of(0))
     saved.snapshot()(tmp_path / "checkpoint")
     resumed.load(tmp_path / "checkpoint")
     assert_equal(full_state(resumed), full_state(saved))
-    logged = [trainer.train_step(shard(1)) for trainer in (straight, saved, resumed)]
+    logged = [trainer.train_step(shard_of(1)) for trainer in (straight, saved, resumed)]
     assert logged[0]["kl_coef"] in (0.1, 0.025)
     assert logged[2]["kl_coef"] == logged[0]["kl_coef"]
     assert logged[2]["value_loss"] == logged[0]["value_loss"]
@@ -104,7 +99,7 @@ def test_an_older_checkpoint_has_no_coefficients_and_no_outputs(
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     trainer = make_trainer(model_folder, objective={"preset": "grpo", "kl_target": 1.0})
     trainer.load(tmp_path)
-    assert trainer.train_step(shard(0))["kl_coef"] == 0.04
+    assert trainer.train_step(shard_of(0))["kl_coef"] == 0.04
     assert "the loaded model is not compared" in caplog.text
 
 
@@ -112,7 +107,7 @@ def test_another_critic_is_refused(model_folder: str, tmp_path: Path) -> None:
     """Before the policy is touched."""
     trainer, fresh = make_trainer(model_folder, **PPO), make_trainer(model_folder, **PPO)
     before = {name: copy.deepcopy(value) for name, value in full_state(fresh).items()}
-    trainer.train_step(shard(0))
+    trainer.train_step(shard_of(0))
     trainer.snapshot()(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta["critic"]["score.weight"] = [[1, 64], "torch.float32"]
@@ -224,7 +219,7 @@ def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_i
 ) -> None:
     """One layer of two is off by half; with a limit of 0 it is only logged. Seen failing without `check_outputs`."""
     trainer, fresh = make_trainer(model_folder), make_trainer(model_folder)
-    trainer.train_step(shard(0))
+    trainer.train_step(shard_of(0))
     checkpoint = write_checkpoint(tmp_path, 1, lambda folder: trainer.snapshot()(folder / "trainer"), keep=1)
     change_a_layer(checkpoint, trainer)
     words = r"step-000001/trainer is not the saved one: expected .*, got .*run\.resume_from=step-N"
@@ -246,7 +241,7 @@ def test_an_export_is_what_came_in_but_for_the_weights(tmp_path: Path) -> None:
     (base / "generation_config.json").write_text(json.dumps(settings))
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
     trainer, dtype = make_trainer(str(base)), torch.bfloat16
-    trainer.train_step(shard(0))
+    trainer.train_step(shard_of(0))
     trainer.export(out)
     exported = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert exported.config.dtype == dtype
@@ -268,8 +263,7 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
     trainer = Trainer(config, model_folder=model_folder, rank=rank)
     trainer.load(Path(folder) / "one")
     torch.save(full_state(trainer), Path(folder) / f"loaded-{rank}.pt")
-    mine = [row for index, row in enumerate(make_rows(version=1, seed=1)) if index // 2 % 2 == rank]
-    trainer.train_step(make_shard(mine, version=1, rank=rank))
+    trainer.train_step(shard_of(1, rank=rank, ranks=2))
     trainer.snapshot()(Path(folder) / "two")
     torch.save(full_state(trainer), Path(folder) / f"trained-{rank}.pt")
     with pytest.raises(CheckpointError, match="is not the saved one"):
@@ -283,7 +277,7 @@ def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -
     With a critic. On two ranks weights that are not the saved ones are refused as well.
     """
     one = make_trainer(model_folder, **PPO)
-    one.train_step(shard(0))
+    one.train_step(shard_of(0))
     one.snapshot()(tmp_path / "one")
     other = make_trainer(model_folder, **PPO)
     change_a_layer(write_checkpoint(tmp_path, 1, lambda folder: other.snapshot()(folder / "trainer"), keep=1), other)
@@ -293,7 +287,7 @@ def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -
     back.load(tmp_path / "two")
     assert back.version == 2
     assert_equal(full_state(back), torch.load(tmp_path / "trained-0.pt"))
-    one.train_step(shard(1))
+    one.train_step(shard_of(1))
     for got, expected in ((back.model, one.model), (back.critic.model, one.critic.model)):  # type: ignore[union-attr]
         for name, value in expected.named_parameters():
             torch.testing.assert_close(got.get_parameter(name), value, atol=2e-4, rtol=1e-3)
@@ -309,9 +303,7 @@ def train_while_saving(rank: int, world_size: int, model_folder: str, folder: st
     trainer = Trainer(config, model_folder=model_folder, rank=rank)
 
     def train() -> None:
-        version = trainer.version
-        mine = [row for index, row in enumerate(make_rows(version=version, seed=version)) if index // 2 % 2 == rank]
-        trainer.train_step(make_shard(mine, version=version, rank=rank))
+        trainer.train_step(shard_of(trainer.version, rank=rank, ranks=2))
         torch.rand(3)
 
     for _ in range(3):

@@ -10,7 +10,7 @@ from families import save_family
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from train_builders import make_config, save_tiny_model, shard_of
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.sections import LoraConfig
@@ -19,7 +19,6 @@ from areal_lite.train.gathers import whole_parameters
 from areal_lite.train.lora import add_adapters, model_parameters
 from areal_lite.train.routes import check_layers
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Shard
 from areal_lite.weights.publisher import CastSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -32,8 +31,12 @@ def make_trainer(model_folder: str, **sections: Any) -> Trainer:
     return Trainer(make_config(trainer=LORA, **sections), model_folder=model_folder, rank=0)
 
 
-def shard(version: int) -> Shard:
-    return make_shard(make_rows(version=version, seed=version), version=version)
+def adapt(model: Any, *, rank: int) -> None:
+    """Add adapters that compute something, with a scale of 2."""
+    add_adapters(model, LoraConfig(rank=rank, alpha=2.0 * rank), base_dtype=torch.float32, seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
 
 
 def trained_state(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -50,10 +53,7 @@ def test_gradients_are_those_of_the_weights_projected(model_folder: str) -> None
     """
     adapted = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     plain: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    add_adapters(adapted, LoraConfig(rank=4, alpha=8.0), base_dtype=torch.float32, seed=0)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    adapt(adapted, rank=4)
     whole = dict(whole_parameters(adapted, torch.float32))
     plain.load_state_dict(whole, strict=False)
     tokens = torch.arange(24).view(2, 12) % 12
@@ -75,10 +75,7 @@ def test_merged_weights_compute_what_the_adapters_do(family: str, tmp_path: Path
     """Of stacked experts too. Seen failing with the adapters of experts left out, and with B's experts in A's order."""
     folder = save_family(family, str(tmp_path))
     adapted, plain = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    add_adapters(adapted, LoraConfig(rank=2, alpha=4.0), base_dtype=torch.float32, seed=0)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    adapt(adapted, rank=2)
     assert {name for name, _ in CastSource(adapted, torch.float32)} == dict(plain.named_parameters()).keys()
     before = plain(torch.arange(12)[None]).logits
     plain.load_state_dict(dict(whole_parameters(adapted, torch.float32)), strict=False)
@@ -95,11 +92,11 @@ def test_a_resumed_run_goes_on_exactly_from_adapters_alone(model_folder: str, tm
     straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
     base = {name: value.clone() for name, value in saved.model.named_parameters() if not value.requires_grad}
     for trainer in (straight, saved):
-        trainer.train_step(shard(0))
+        trainer.train_step(shard_of(0))
     saved.snapshot()(tmp_path)
     resumed.load(tmp_path)
     for trainer in (straight, saved, resumed):
-        trainer.train_step(shard(1))
+        trainer.train_step(shard_of(1))
     for trainer in (saved, resumed):
         torch.testing.assert_close(trained_state(trainer), trained_state(straight), rtol=0, atol=0)
     names = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
@@ -124,7 +121,7 @@ def test_the_reference_is_the_policy_without_its_adapters(model_folder: str) -> 
     beside = make_trainer(model_folder, objective=kl | {"reference_path": model_folder})
     assert alone.reference is alone.model
     for version in range(2):
-        figures = [trainer.train_step(shard(version))["kl_ref"] for trainer in (alone, beside)]
+        figures = [trainer.train_step(shard_of(version))["kl_ref"] for trainer in (alone, beside)]
         assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     assert figures[0] > 1e-3
     torch.testing.assert_close(trained_state(alone), trained_state(beside))
@@ -134,8 +131,7 @@ def export(rank: int, world_size: int, model_folder: str, out: str, dtype: str) 
     """Train a step on this rank's half of the rows, export, and write down what is sent and what the model scores."""
     config = make_config(trainer={**LORA, "ranks": world_size}, model={"compute_dtype": dtype})
     trainer = Trainer(config, model_folder=model_folder, rank=rank)
-    rows = [row for index, row in enumerate(make_rows(version=0)) if index // 2 % world_size == rank]
-    trainer.train_step(make_shard(rows, version=0, rank=rank))
+    trainer.train_step(shard_of(0, rank=rank, ranks=world_size))
     kinds = {(value.requires_grad, value.dtype) for value in trainer.model.parameters()}
     assert kinds == {(True, torch.float32), (False, getattr(torch, dtype))}
     trainer.export(Path(out))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import DECODER
 from train_builders import make_config
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
@@ -39,20 +40,9 @@ PUBLISHED = {
 
 
 def architecture(*, num_layers: int = 4, width: int = 256) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=4000,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    sizes = {"vocab_size": 4000, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": num_layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return Qwen3Config(**DECODER | sizes | heads, tie_word_embeddings=True)
 
 
 def test_known_models_have_as_many_parameters_as_their_makers_say() -> None:

@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, GROUPED, save_model
 from rank_processes import run_ranks
 from torch.distributed.tensor import DTensor
-from train_builders import VOCABULARY, full_state, make_config, make_rows, make_shard, save_tiny_model
+from train_builders import VOCABULARY, full_state, make_config, save_tiny_model, shard_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config.recipe import Config
@@ -93,9 +93,7 @@ def train(rank: int, world_size: int, models: Path, out: Path, group: str) -> No
         folder = out / name
         row_rank, row_ranks = (part // config.trainer.mesh.same_rows for part in (rank, world_size))
         for version in range(2):
-            rows = make_rows(version=version, seed=version)
-            mine = [row for index, row in enumerate(rows) if index // 2 % row_ranks == row_rank]
-            stats = trainer.train_step(make_shard(mine, version=version, rank=row_rank))
+            stats = trainer.train_step(shard_of(version, rank=row_rank, ranks=row_ranks))
             if version == 0:
                 moments = {key: one for key, one in full_state(trainer).items() if key.endswith(".exp_avg")}
         if world_size > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ledger_builders import make_sample
 from plain_trainer import PlainTrainer
 from preset_builders import assert_same, config_of, make_trainer, near_behaviour
 from train_builders import make_rows, make_shard
@@ -122,13 +123,8 @@ def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
 
 def advantages_of(steps: tuple[StepReward, ...], rewards: list[float], **objective: Any) -> np.ndarray:
     """Return the advantages of a group of samples of four tokens, each with these steps and an outcome."""
-    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
-    spans, score = (VersionSpan(version=5, start=0, end=4),), Score(reward=1.0, step_rewards=steps)
-    changes: dict[str, Any] = {"token_ids": tokens, "logprobs": logprobs, "spans": spans, "score": score}
-    rows = [
-        dataclasses.replace(row, sample=dataclasses.replace(row.sample, **changes))
-        for row in make_rows(groups=1, samples=len(rewards), minibatches=1)
-    ]
+    sample = make_sample(versions=[5] * 4, score=Score(reward=1.0, step_rewards=steps))
+    rows = [dataclasses.replace(row, sample=sample) for row in make_rows(groups=1, samples=len(rewards), minibatches=1)]
     shard = dataclasses.replace(make_shard(rows, rewards=np.array([rewards])), has_step_rewards=True)
     queue = {"groups_per_step": 1, "samples_per_group": len(rewards)}
     config = config_of({"objective": objective, "trainer": {"minibatches": 1}, "queue": queue})

@@ -144,20 +144,12 @@ def main(
 ) -> None:
     """Train under Slurm: its real daemons on nodes of this machine, and one batch job, with a line for each state."""
     typed = words_of(words, num_nodes=nodes)
-    launch = [
-        sys.executable,
-        "-m",
-        "areal_lite.launch.commands.main",
-        "launch",
-        "--on",
-        "slurm",
-        "--name",
-        job_name(typed),
-    ]
+    launch = [sys.executable, "-m", "areal_lite.launch.commands.main", "launch", "--on", "slurm"]
     with make_slurm(nodes) as slurm:
         profile = slurm.folder / "profile.yaml"
         profile.write_text(profile_of(nodes).model_dump_json())
-        process = subprocess.Popen(slurm.command([*launch, "--profile", str(profile), *typed], cwd=Path.cwd()))
+        named = ["--name", job_name(typed), "--profile", str(profile)]
+        process = subprocess.Popen(slurm.command([*launch, *named, *typed], cwd=Path.cwd()))
         shown = ""
         try:
             while process.poll() is None:
