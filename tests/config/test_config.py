@@ -32,6 +32,13 @@ def error_of(raw: Mapping[str, Any]) -> str:
     return str(caught.value)
 
 
+def assert_refused(raw: dict[str, Any], words: list[str]) -> None:
+    """In one line that has these words."""
+    message = error_of(raw)
+    assert [word for word in words if word not in message] == []
+    assert len(message.splitlines()) == 1
+
+
 def fields_of(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Dotted name and description of every setting that is not a section."""
     found: dict[str, Any] = {}
@@ -278,9 +285,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("raw", "words"), COMBINATIONS, ids=lambda item: item[0] if isinstance(item, list) else None)
 def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, Any], words: list[str]) -> None:
     """Seen failing, one by one, with each check taken out of its section, and with an empty name taken for none."""
-    message = error_of(raw)
-    assert [word for word in words if word not in message] == []
-    assert len(message.splitlines()) == 1
+    assert_refused(raw, words)
 
 
 # --- overrides ---

@@ -128,17 +128,9 @@ def test_a_recipes_cursor_is_the_plain_one_or_a_mix() -> None:
 # --- prompts of intermediate pass rate ---
 
 
-def make_curriculum(
-    count: int = 40,
-    *,
-    name: str = "train",
-    seed: int = 0,
-    strength: float = 1.0,
-    candidates: int = 4,
-    memory: float = 0.5,
-) -> PromptCursor:
-    prompts = make_prompts(count, name=name)
-    return PromptCursor(prompts, source=name, seed=seed, strength=strength, candidates=candidates, memory=memory)
+def make_curriculum(count: int = 40, *, strength: float = 1.0, candidates: int = 4) -> PromptCursor:
+    prompts = make_prompts(count)
+    return PromptCursor(prompts, source="train", seed=0, strength=strength, candidates=candidates, memory=0.5)
 
 
 def index_of(prompt_id: str) -> int:

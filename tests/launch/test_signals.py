@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from offline_runs import handlers_kept
 
 from areal_lite.launch.run import signals
 from areal_lite.launch.run.signals import NOTICES, Interrupts, notices_held_back, undisturbed
@@ -51,10 +52,8 @@ def test_before_work_begins_the_first_one_ends_at_once() -> None:
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NOTICES}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with handlers_kept():
+        yield
 
 
 @pytest.mark.parametrize("number", NOTICES)

@@ -37,15 +37,15 @@ class User:
         command = self.slurm.command([sys.executable, "-m", "areal_lite.launch.commands.main", *words], cwd=self.folder)
         return subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
 
-    def profile(self, name: str = "profile", **settings: Any) -> str:
+    def profile(self, **settings: Any) -> str:
         """Write a profile of two nodes, and return its file's name.
 
         They share the machine's cores: one each is what Ray is told, so that it spreads the processes.
         """
         network = {"network": str(NETWORK), "ports": "10000-32767", "env": {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}}
         profile = {"nodes": 2, "shared": str(self.folder), **network, **settings}
-        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(profile))
-        return f"{name}.yaml"
+        (self.folder / "profile.yaml").write_text(yaml.safe_dump(profile))
+        return "profile.yaml"
 
     def recipe(self, name: str, **run: Any) -> str:
         """Write a recipe of the tiny model, and return its file's name."""

@@ -42,8 +42,8 @@ def test_a_version_lives_from_a_resume_to_the_next_pause() -> None:
 ALIVE = {0: (0.0, 4.0), 1: (5.0, 8.0), 2: (9.0, float("inf"))}
 
 
-def pieces(spans: list[list[int]], *, start: float, end: float, alive: Any = ALIVE) -> list[tuple[int, float, float]]:
-    found = sample_segments(spans, start=start, end=end, alive=alive, row=0, label="g")
+def pieces(spans: list[list[int]], *, start: float, end: float) -> list[tuple[int, float, float]]:
+    found = sample_segments(spans, start=start, end=end, alive=ALIVE, row=0, label="g")
     return [(segment.kind, segment.start, segment.end) for segment in found]
 
 

@@ -127,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_prompts = 0
         self.checkpoint = (self.ledger.state(), self.model.saved())
         self.admit(stragglers)
-        self.lease_rollout("rollout/1", stragglers)
+        self.lease("rollout", "rollout/1", stragglers)
         self.work_quickly(steps)
 
     # Helpers
@@ -178,7 +178,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def lend(self, worker: str, number: int, limit: int, steps: int) -> None:
         """New leases, held until another rule ends them: they become stragglers while others work."""
         self.admit(number)
-        self.lease_rollout(worker, limit)
+        self.lease("rollout", worker, limit)
         self.work_quickly(steps)
 
     def admit(self, number: int) -> None:
@@ -186,27 +186,18 @@ class LedgerMachine(RuleBasedStateMachine):
             self.num_prompts += 1
             self.admit_to_model(self.ledger.admit(f"p{self.num_prompts}"))
 
-    def lease_rollout(self, worker: str, limit: int) -> None:
-        expected = self.to_lend("waiting")[:limit]
-        records = self.ledger.lease_rollout(worker, limit=limit)
+    def lease(self, kind: str, worker: str, limit: int) -> None:
+        expected = self.to_lend({"rollout": "waiting", "verify": "generated"}[kind])[:limit]
+        records = getattr(self.ledger, f"lease_{kind}")(worker, limit=limit)
         assert [record.group.group_id for record in records] == expected
         for record in records:
             group = self.model.groups[record.group.group_id]
-            group.state, group.began = "leased_rollout", self.model.version
-            self.remember_lease(record.lease_id, worker, record.group.group_id, "rollout")
-
-    def lease_verify(self, limit: int) -> None:
-        expected = self.to_lend("generated")[:limit]
-        records = self.ledger.lease_verify("verifier/0", limit=limit)
-        assert [record.group.group_id for record in records] == expected
-        for record in records:
-            self.model.groups[record.group.group_id].state = "leased_verify"
-            self.remember_lease(record.lease_id, "verifier/0", record.group.group_id, "verify")
-
-    def remember_lease(self, lease_id: str, worker: str, group_id: str, kind: str) -> None:
-        assert lease_id not in self.leases
-        assert lease_id not in self.dead
-        self.leases[lease_id] = ModelLease(worker, group_id, kind, self.clock.now + TIMEOUT_S)
+            group.state = f"leased_{kind}"
+            if kind == "rollout":
+                group.began = self.model.version
+            assert record.lease_id not in (*self.leases, *self.dead)
+            deadline = self.clock.now + TIMEOUT_S
+            self.leases[record.lease_id] = ModelLease(worker, record.group.group_id, kind, deadline)
 
     @precondition(lambda self: self.held("rollout") or self.in_state("generated"))
     @rule(data=st.data(), verify=st.booleans(), steps=st.integers(0, 2))
@@ -216,7 +207,7 @@ class LedgerMachine(RuleBasedStateMachine):
             began = self.model.groups[self.leases[lease_id].group_id].began
             versions = st.lists(st.integers(began, self.model.version), min_size=1, max_size=4).map(sorted)
             self.complete_rollout(lease_id, [data.draw(versions) for _ in range(SAMPLES)])
-        self.lease_verify(100)
+        self.lease("verify", "verifier/0", 100)
         if verify:
             self.verify(data)
         self.work_quickly(steps)
@@ -235,10 +226,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.publish(repeat=False)
             self.admit(self.ledger.capacity())
             held = set(self.leases)
-            self.lease_rollout("rollout/0", 100)
+            self.lease("rollout", "rollout/0", 100)
             for lease_id in set(self.held("rollout")) - held:
                 self.complete_rollout(lease_id, [[self.model.version]] * SAMPLES)
-            self.lease_verify(100)
+            self.lease("verify", "verifier/0", 100)
             for lease_id in set(self.held("verify")) - held:
                 self.complete_verify(lease_id, (0.0, 1.0, 1.0))
             self.take()

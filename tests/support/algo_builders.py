@@ -35,18 +35,16 @@ class Case:
         return replace(self, **changes)
 
 
-def make_case(seed: int = 0, *, groups: int = 3, samples: int = 4, failed: bool = True, stale: bool = True) -> Case:
+def make_case(seed: int = 0) -> Case:
     """Draw rows of 1..8 tokens; the policies differ enough for every clip and cap to bite somewhere."""
-    rng = np.random.default_rng(seed)
-    num_rows = groups * samples
+    rng, num_rows = np.random.default_rng(seed), 3 * 4
     lengths = rng.integers(1, MAX_NEW_TOKENS + 1, num_rows)
     lengths[0] = MAX_NEW_TOKENS
-    rewards = rng.normal(0, 1, (groups, samples)).round(2)
-    if failed:
-        rewards[0, 1] = np.nan
+    rewards = rng.normal(0, 1, (3, 4)).round(2)
+    rewards[0, 1] = np.nan
     num_tokens = int(lengths.sum())
     proximal = rng.uniform(-3, -0.5, num_tokens)
-    young = rng.random(num_tokens) < 0.85 if stale else np.ones(num_tokens, bool)
+    young = rng.random(num_tokens) < 0.85
     return Case(
         rewards=rewards,
         lengths=lengths,

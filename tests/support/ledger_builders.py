@@ -63,15 +63,10 @@ def make_scores(*rewards: float | str) -> list[Score]:
     return [Score(failure=reward) if isinstance(reward, str) else Score(reward=reward) for reward in rewards]
 
 
-def bring_to_ready(ledger: Ledger, prompt_id: str, *, versions: Sequence[int] | None = None) -> str:
-    """Admit one prompt and bring it to `ready`; its tokens have `versions` (default: the present one)."""
-    group_id = ledger.admit(prompt_id)
-    (rollout,) = ledger.lease_rollout("rollout/0", limit=1)
-    tokens = [ledger.version] if versions is None else versions
-    assert ledger.complete_rollout(rollout.lease_id, make_samples(tokens, tokens))
-    (verify,) = ledger.lease_verify("verifier/0", limit=1)
-    assert ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
-    return group_id
+def bring_to_ready(ledger: Ledger, prompt_id: str) -> str:
+    """Admit one prompt and bring it to `ready`; its tokens have the present version."""
+    tokens = [ledger.version]
+    return play(ledger, prompt_id, make_samples(tokens, tokens), make_scores(0.0, 1.0))
 
 
 def do_step(ledger: Ledger) -> None:
@@ -83,10 +78,11 @@ def do_step(ledger: Ledger) -> None:
     ledger.complete_step(name)
 
 
-def play(ledger: Ledger, prompt_id: str, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Admit one prompt, and hand in these samples and their scores."""
-    ledger.admit(prompt_id)
+def play(ledger: Ledger, prompt_id: str, samples: Sequence[Sample], scores: Sequence[Score]) -> str:
+    """Admit one prompt, and hand in these samples and their scores; returns the group."""
+    group_id = ledger.admit(prompt_id)
     (rollout,) = ledger.lease_rollout("rollout/0", limit=1)
     assert ledger.complete_rollout(rollout.lease_id, samples)
     (verify,) = ledger.lease_verify("verifier/0", limit=1)
     assert ledger.complete_verify(verify.lease_id, scores)
+    return group_id

@@ -11,15 +11,13 @@ from areal_lite.config.reading import parse_section
 from areal_lite.train.offline import OfflineTrainer
 
 
-def offline_config(
-    folder: Path, command: str = "sft", *, num_rows: int = 12, **sections: dict[str, Any]
-) -> OfflineConfig:
+def offline_config(folder: Path, command: str = "sft", **sections: dict[str, Any]) -> OfflineConfig:
     """Build a recipe of 4 rows a step with 4 held out; data and model are made in `folder` when missing."""
     model, data = folder / "model", folder / "rows.jsonl"
     if not model.exists():
         save_tiny_model(model, num_key_value_heads=2)
     if not data.exists():
-        data.write_text("".join(json.dumps(_row(index)) + "\n" for index in range(num_rows)))
+        data.write_text("".join(json.dumps(_row(index)) + "\n" for index in range(12)))
     raw: dict[str, Any] = {
         "command": command,
         "run": {"steps": 6, "checkpoint_every": 2, "eval_every": 3, "report": False},

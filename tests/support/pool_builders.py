@@ -12,12 +12,10 @@ from areal_lite.verify.protocol import Reply
 
 
 @asynccontextmanager
-async def running_pool(
-    function: str, *, within_s: float, start_timeout_s: float = 60.0, **options: Any
-) -> AsyncIterator[VerifierPool]:
+async def running_pool(function: str, *, within_s: float, **options: Any) -> AsyncIterator[VerifierPool]:
     """Start a pool that never gives its verifier up, and close it; `within_s` only bounds how long a failure hangs."""
     settings = VerifierSettings(function=function, **{"max_failure_share": 1.0} | options)
-    pool = VerifierPool(settings, start_timeout_s=start_timeout_s)
+    pool = VerifierPool(settings, start_timeout_s=60.0)
     async with asyncio.timeout(within_s):
         try:
             await pool.start()

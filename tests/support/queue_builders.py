@@ -71,8 +71,8 @@ def serving(**changes: Any) -> Iterator[QueueAccess]:
 
 
 @contextmanager
-def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[QueueClient]:
-    client = QueueClient(access, timeout_s=timeout_s)
+def connected(access: QueueAccess) -> Iterator[QueueClient]:
+    client = QueueClient(access, timeout_s=SOON_S)
     try:
         yield client
     finally:

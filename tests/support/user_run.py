@@ -25,6 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _DEADLINE_S = 600.0
 _POLL_S = 0.2
+_PATIENCE_S = 120.0
 
 
 @contextmanager
@@ -146,9 +147,9 @@ class UserRun:
                 self._pieces.append(piece)
 
 
-def wait_until(condition: Callable[[], object], what: str, *, within_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     """Wait for something that happens in another process or thread."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"still no {what}"
         time.sleep(0.01)

@@ -26,8 +26,8 @@ class FakeQueue:
     `errors` are raised once each, by the request they are listed under; leases in `dead` are declared dead.
     """
 
-    def __init__(self, leases: Sequence[Lease] = (), *, dead: Sequence[str] = (), **errors: Exception) -> None:
-        self.leases, self.dead, self.errors = list(leases), list(dead), errors
+    def __init__(self, leases: Sequence[Lease] = (), **errors: Exception) -> None:
+        self.leases, self.dead, self.errors = list(leases), list[str](), errors
         self.log: list[tuple[Any, ...]] = []
         self.completed: dict[str, list[Any]] = {}
         self.changed = asyncio.Event()
@@ -110,10 +110,10 @@ class HeldEngine(ScriptedEngine):
 
 
 def make_worker(
-    client: Any, engine: Any, *, samples_per_group: int = 2, workflows: Workflows | None = None, **rollout: Any
+    client: Any, engine: Any, *, workflows: Workflows | None = None, **rollout: Any
 ) -> tuple[RolloutWorker, EventBuffer]:
     """Two samples a group, four slots, a heartbeat every few milliseconds."""
-    events, queue = EventBuffer("rollout/0"), {"samples_per_group": samples_per_group, "lease_timeout_s": 0.025}
+    events, queue = EventBuffer("rollout/0"), {"samples_per_group": 2, "lease_timeout_s": 0.025}
     config = parse_config({"queue": queue, "rollout": {"slots": 4, "max_new_tokens": 8, **rollout}})
     return RolloutWorker(client, engine, config, events=events, workflows=workflows or Workflows()), events
 

@@ -39,8 +39,8 @@ PUBLISHED = {
 """Parameters, as the models' own pages count them."""
 
 
-def architecture(*, num_layers: int = 4, width: int = 256) -> Qwen3Config:
-    sizes = {"vocab_size": 4000, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": num_layers}
+def architecture() -> Qwen3Config:
+    sizes = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     return Qwen3Config(**DECODER | sizes | heads, tie_word_embeddings=True)
 

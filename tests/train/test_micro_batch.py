@@ -41,28 +41,24 @@ def test_packing_keeps_the_budget_and_every_row(lengths: list[int], max_tokens: 
     assert flat == sorted(flat)
 
 
-def test_positions_by_hand() -> None:
-    """The example of the module's docstring: a b c d with prompt a b, e f with prompt e.
+@pytest.mark.parametrize(
+    ("packed", "input_ids", "predictors"),
+    [(False, [[6, 7, 0, 0], [2, 3, 4, 5]], [0, 5, 6]), (True, [[6, 7, 2, 3, 4, 5]], [0, 3, 4])],
+)
+def test_positions_by_hand(packed: bool, input_ids: list[list[int]], predictors: list[int]) -> None:
+    """The example of the module's docstring: a b c d with prompt a b, e f with prompt e; then one behind another.
 
-    Seen failing with predictors one place later.
+    Seen failing with predictors one place later, and with packed positions that go on.
     """
     rows = TokenRows([([2, 3], [4, 5]), ([6], [7])])
-    ((batch,),) = split_micro_batches(rows, [[1, 0]], max_tokens=8, device=CPU)
-    assert batch.input_ids_RS.tolist() == [[6, 7, 0, 0], [2, 3, 4, 5]]
-    assert batch.predictors_T.tolist() == [0, 5, 6]
+    ((batch,),) = split_micro_batches(rows, [[1, 0]], max_tokens=8, device=CPU, packed=packed)
+    assert batch.input_ids_RS.tolist() == input_ids
+    if packed:
+        assert batch.position_ids_RS is not None
+        assert batch.position_ids_RS.tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert batch.predictors_T.tolist() == predictors
     assert batch.tokens_T.tolist() == [2, 0, 1]
     assert rows.output_ids.tolist() == [4, 5, 7]
-
-
-def test_packed_positions_by_hand() -> None:
-    """The same, one behind another. Seen failing with positions that go on."""
-    rows = TokenRows([([2, 3], [4, 5]), ([6], [7])])
-    ((batch,),) = split_micro_batches(rows, [[0, 1]], max_tokens=6, device=CPU, packed=True)
-    assert batch.input_ids_RS.tolist() == [[6, 7, 2, 3, 4, 5]]
-    assert batch.position_ids_RS is not None
-    assert batch.position_ids_RS.tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert batch.predictors_T.tolist() == [0, 3, 4]
-    assert batch.tokens_T.tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("packed", [False, True])

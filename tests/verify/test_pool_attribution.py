@@ -31,6 +31,12 @@ def score(function, completions, *, prompt=None, **options):
     return [reply.failure or reply.reward for reply in replies], gauges
 
 
+@pytest.fixture
+def log(tmp_path):
+    """Where the functions write a word for each of their calls; a prompt's answer."""
+    return tmp_path / "log"
+
+
 # --- several calls in one process ---
 
 
@@ -45,12 +51,11 @@ def test_no_more_calls_are_in_flight_than_the_recipe_says():
 
 
 @in_loop
-async def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
+async def test_a_late_call_is_given_up_without_its_neighbours(log):
     """An event loop that still turns lets go of one job. The neighbour is there when the deadline comes.
 
     Seen failing (the neighbour is called twice) without `_CANCEL_S`.
     """
-    log = tmp_path / "log"
     async with running("crowd", concurrency=2) as pool:
         late = asyncio.create_task(pool.score(make_prompt(log), ["hang"]))
         await asyncio.sleep(1.3)
@@ -72,25 +77,22 @@ def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
 # --- batches ---
 
 
-def test_a_batch_takes_what_waits_and_waits_for_nothing(tmp_path):
+def test_a_batch_takes_what_waits_and_waits_for_nothing(log):
     """Five calls, at most three at once: 3 + 2. Seen failing (five of one) with `_take(1)`."""
-    log = tmp_path / "log"
     prompt = make_prompt(log, bonus=1, verifier="x", workflow="y")
     assert score("many", ["a", "bb", "ccc", "dd", "e"], prompt=prompt)[0] == [2.0, 3.0, 4.0, 3.0, 2.0]
     assert log.read_text().split() == ["a+bb+ccc", "dd+e"]
 
 
 @pytest.mark.parametrize(("bad", "failure"), [("raise", "exception:ValueError"), ("die", "crashed")])
-def test_one_bad_completion_fails_itself_and_not_its_batch(bad, failure, tmp_path):
+def test_one_bad_completion_fails_itself_and_not_its_batch(bad, failure, log):
     """Each is tried alone. Seen failing with the batch's failure given to all of it."""
-    log = tmp_path / "log"
     assert score("many", ["a", bad, "bb"], prompt=make_prompt(log))[0] == [1.0, failure, 2.0]
     assert sorted(log.read_text().split()) == sorted([f"a+{bad}+bb", "a", bad, "bb"])
 
 
-def test_a_batch_has_the_time_of_all_its_calls(tmp_path):
+def test_a_batch_has_the_time_of_all_its_calls(log):
     """Four of 0.3 s with a deadline of 1 s. Seen failing (each called twice) with the deadline of one call."""
-    log = tmp_path / "log"
     results, gauges = score("slow_batch", ["a", "b", "c", "d"], prompt=make_prompt(log), timeout_s=1.0)
     assert (results, gauges["restarts"]) == ([1.0] * 4, 0)
     assert log.read_text().split() == ["a+b+c+d"]
@@ -99,28 +101,25 @@ def test_a_batch_has_the_time_of_all_its_calls(tmp_path):
 # --- tries ---
 
 
-def test_a_service_that_comes_back_is_asked_again(tmp_path):
+def test_a_service_that_comes_back_is_asked_again(log):
     """Twice in vain. Seen failing (`unavailable`) with VerifierUnavailable an exception like any other."""
-    log = tmp_path / "log"
     results, gauges = score("service", ["down:2"], prompt=make_prompt(log))
     assert results[0] > 1
     assert gauges["failures"] == {}
     assert len(log.read_text().split()) == 3
 
 
-def test_a_service_that_stays_away_is_asked_for_a_while(tmp_path):
+def test_a_service_that_stays_away_is_asked_for_a_while(log):
     """At 0, 0.2, 1.0 and 3.0 s: pauses grow, and the last ends when the time is over. Retries have no say in it.
 
     Seen failing (two calls) with the count of retries in place of the time.
     """
-    log = tmp_path / "log"
     assert score("service", ["down:9"], prompt=make_prompt(log), unavailable_s=3.0)[0] == ["unavailable"]
     assert len(log.read_text().split()) == 4
 
 
-def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
+def test_a_service_that_says_when_to_come_back_is_not_asked_before(log):
     """Twice in all, the second time when it said. Seen failing (thrice) with `retry_after_s` not looked at."""
-    log = tmp_path / "log"
     prompt = make_prompt(log, after_s=1.0)
     assert score("service", ["down:1"], prompt=prompt)[1]["failures"] == {}
     assert score("service", ["down:9"], prompt=prompt, unavailable_s=0.9)[0] == ["unavailable"]
@@ -128,19 +127,18 @@ def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
 
 
 @in_loop
-async def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
+async def test_a_call_that_is_never_answered_ends_though_others_are(log):
     """Seen hanging with `_away_since` alone."""
     async with running("service", unavailable_s=1.0) as pool:
-        refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
+        refused = asyncio.create_task(pool.score(make_prompt(log), ["down:99"]))
         while not refused.done():
             await pool.score(make_prompt(""), ["ok"])
     assert refused.result()[0].failure == "unavailable"
 
 
 @in_loop
-async def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
+async def test_once_a_service_has_been_away_that_long_nobody_waits_anew(log):
     """The second call is asked once. Seen failing with the call's own `away_since` alone."""
-    log = tmp_path / "log"
     async with running("service", unavailable_s=0.6) as pool:
         await pool.score(make_prompt(log), ["down:99"])
         num_before = len(log.read_text().split())
@@ -153,9 +151,8 @@ async def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path
     ("completion", "failure", "tries"),
     [("raise", "exception:KeyError", 1), ("hang", "timeout", 1), ("die", "crashed", 2)],
 )
-def test_a_calls_own_failure_is_final(completion, failure, tries, tmp_path):
+def test_a_calls_own_failure_is_final(completion, failure, tries, log):
     """A crash is a call's own when it happens twice. Seen failing with every failure tried again, and with none."""
-    log = tmp_path / "log"
     assert score("service", [completion], prompt=make_prompt(log))[0] == [failure]
     assert len(log.read_text().split()) == tries
 
@@ -223,14 +220,11 @@ def test_a_service_that_answers_nobody_ends_the_run():
     assert "raise unavailable_s" in error
 
 
-def test_a_pool_in_quarantine_raises_from_then_on(tmp_path):
+@in_loop
+async def test_a_pool_in_quarantine_raises_from_then_on():
     """Whoever waits learns it, and whoever comes later. Seen hanging without `_give_up` in `_count`."""
-
-    async def run():
-        async with running("service", max_failure_share=0.5) as pool:
-            with pytest.raises(VerifierError, match=r"failed in 20 of its last 20 calls \(exception:KeyError 20\)"):
-                await pool.score(make_prompt(""), ["raise"] * 30)
-            with pytest.raises(VerifierError, match="failed in 20 of"):
-                await pool.score(make_prompt(""), ["ok"])
-
-    asyncio.run(run())
+    async with running("service", max_failure_share=0.5) as pool:
+        with pytest.raises(VerifierError, match=r"failed in 20 of its last 20 calls \(exception:KeyError 20\)"):
+            await pool.score(make_prompt(""), ["raise"] * 30)
+        with pytest.raises(VerifierError, match="failed in 20 of"):
+            await pool.score(make_prompt(""), ["ok"])

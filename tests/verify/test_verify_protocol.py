@@ -18,11 +18,11 @@ from areal_lite.verify.worker import score_of, token_of
 INF, NAN = float("inf"), float("nan")
 
 
-def reply_to(value, *, completion="three"):
+def reply_to(value):
     def verify(prompt, completion, answer, **row):
         return value
 
-    (reply,) = Verifier(verify, {}).answer([("p", completion, "a", {})])
+    (reply,) = Verifier(verify, {}).answer([("p", "three", "a", {})])
     return reply
 
 

@@ -59,14 +59,13 @@ class FakeActor:
 
 
 class Handover:
-    """One hand-over of version 5 to engines `a`, `b`, ..., and everything that happened in it."""
+    """One hand-over of version 5 to engines `a` and `b`, and everything that happened in it."""
 
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
         *,
         fails: dict[str, str],
-        names: str = "ab",
         staged: bool = True,
         publish_failures: dict[str, str] | None = None,
         pauses_after_s: float = 0.0,
@@ -86,7 +85,7 @@ class Handover:
                 pauses_after_s=pauses_after_s if name == "a" else 0.0,
                 draining=draining,
             )
-            for name in names
+            for name in "ab"
         }
         killed = {id(handle): name for name, handle in handles.items()}
         monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
@@ -111,6 +110,13 @@ class Handover:
     def _publish(self) -> dict[str, str | None]:
         self.log.append("publish")
         return {name: self._publish_failures.get(name) for name in self.engines.handles}
+
+
+def handed_over(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Handover:
+    """One that has run."""
+    handover = Handover(monkeypatch, **options)
+    handover.run()
+    return handover
 
 
 ORDER = {True: ["install", "resume"], False: ["pause", "stamp", "resume"]}
@@ -161,8 +167,7 @@ def test_the_order_is_the_written_one(
     before the engines (a group could be admitted at 5 while an engine still stamps 4), with it stamped after the resume
     (a sample of version 5 could come first), and with an engine resumed as soon as it has the weights.
     """
-    handover = Handover(monkeypatch, fails={}, staged=staged)
-    handover.run()
+    handover = handed_over(monkeypatch, fails={}, staged=staged)
     assert handover.log == log
     assert handover.lost == {}
     events = [(event["kind"], event["version"]) for event in handover.buffer.drain()]
@@ -174,8 +179,7 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_other_goes_on(
     monkeypatch: pytest.MonkeyPatch, staged: bool, step: str
 ) -> None:
     """Seen failing with `drop` left out of `each`."""
-    handover = Handover(monkeypatch, fails={"a": step}, staged=staged)
-    handover.run()
+    handover = handed_over(monkeypatch, fails={"a": step}, staged=staged)
     order = ORDER[staged]
     assert handover.of("a") == order[: order.index(step) + 1]
     assert handover.of("b") == order
@@ -193,8 +197,7 @@ def test_an_engine_that_was_not_reached_never_goes_on(monkeypatch: pytest.Monkey
     failing with the answer of `publish` ignored, and with `publish` once.
     """
     failures = {"b": "HandoverError: parameters were damaged"}
-    handover = Handover(monkeypatch, fails={}, staged=staged, publish_failures=failures)
-    handover.run()
+    handover = handed_over(monkeypatch, fails={}, staged=staged, publish_failures=failures)
     assert handover.of("b") == ([] if staged else ["pause"])
     assert handover.of("a") == ORDER[staged]
     assert handover.log.count("publish") == (1 if staged else 2)
@@ -204,16 +207,16 @@ def test_an_engine_that_was_not_reached_never_goes_on(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_failed_twice_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transfer to an engine that died in the pause fails as well. Seen failing with `handles.pop(name)`."""
-    handover = Handover(monkeypatch, fails={"a": "pause"}, staged=False, publish_failures={"a": "EngineError: a died"})
-    handover.run()
+    handover = handed_over(
+        monkeypatch, fails={"a": "pause"}, staged=False, publish_failures={"a": "EngineError: a died"}
+    )
     assert handover.lost == {"a": "pause: EngineError: a died"}
     assert handover.log.count("kill a") == 1
 
 
 def test_an_engine_that_stands_still_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """I6. Seen hanging without the watchdog."""
-    handover = Handover(monkeypatch, fails={}, pauses_after_s=1e9)
-    handover.run()
+    handover = handed_over(monkeypatch, fails={}, pauses_after_s=1e9)
     assert handover.lost["a"].startswith("install: StallError: no progress for")
     assert handover.of("a") == ["install"]
     assert handover.of("b") == ["install", "resume"]
@@ -221,8 +224,7 @@ def test_an_engine_that_stands_still_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
 def test_draining_may_take_as_long_as_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline on progress, not on duration. Seen failing with one on the whole call."""
-    handover = Handover(monkeypatch, fails={}, pauses_after_s=20 * TIMEOUT_S, draining=True)
-    handover.run()
+    handover = handed_over(monkeypatch, fails={}, pauses_after_s=20 * TIMEOUT_S, draining=True)
     assert handover.lost == {}
     assert handover.of("a") == ["install", "resume"]
 
@@ -246,8 +248,7 @@ def test_without_any_engine_left_the_version_does_not_move(
 
 def test_nobody_waits_for_a_resume_and_one_that_failed_is_found_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the answers to `begin` forgotten: the engine would be asked to install, and resumed again."""
-    handover = Handover(monkeypatch, fails={"a": "resume"})
-    handover.run()
+    handover = handed_over(monkeypatch, fails={"a": "resume"})
     assert handover.lost == {}
     handover.run()
     assert handover.lost == {"a": "resume: EngineError: a died"}
@@ -257,8 +258,7 @@ def test_nobody_waits_for_a_resume_and_one_that_failed_is_found_next_time(monkey
 
 def test_the_call_that_a_lost_engine_left_unanswered_is_not_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same name. Seen failing with the successor dropped for it at the next hand-over."""
-    handover = Handover(monkeypatch, fails={"a": "resume"})
-    handover.run()
+    handover = handed_over(monkeypatch, fails={"a": "resume"})
     handover.engines.drop("a", "it died")
     handover.engines.handles["a"] = handover.engines.handles["b"]
     handover.run()
