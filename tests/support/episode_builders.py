@@ -59,15 +59,12 @@ class Speaker(ScriptedEngine):
             versions.append(self.version)
             self.tokens_generated += 1
             await asyncio.sleep(0)
+        cut_by = StopReason.STRING if len(tokens) in stops else StopReason.LENGTH
         return Sample(
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=-np.arange(len(prompt_ids), len(prompt_ids) + len(tokens), dtype=np.float32),
             spans=tuple(VersionSpan(version=version, start=i, end=i + 1) for i, version in enumerate(versions)),
-            stop_reason=StopReason.STOP
-            if len(tokens) == len(whole)
-            else StopReason.STRING
-            if len(tokens) in stops
-            else StopReason.LENGTH,
+            stop_reason=StopReason.STOP if len(tokens) == len(whole) else cut_by,
             text=self.text_of(tokens),
         )
 

@@ -3,14 +3,12 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from ledger_builders import version_spans
 from scripted_engine import ScriptedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.rollout.engine import Sampling
-from areal_lite.types import Float32, Sample, StopReason
+from areal_lite.types import Float32, Sample
 
 
 class TorchEngine(ScriptedEngine):
@@ -39,13 +37,7 @@ class TorchEngine(ScriptedEngine):
             logprobs.append(float(logprobs_V[tokens[-1]]))
             versions.append(self.version)
             self.tokens_generated += 1
-        return Sample(
-            token_ids=np.array(tokens, dtype=np.int32),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            spans=version_spans(versions),
-            stop_reason=StopReason.STOP if tokens[-1] == self.tokenizer.eos_token_id else StopReason.LENGTH,
-            text=self.text_of(tokens),
-        )
+        return self.sample_of(tokens, logprobs, versions, is_end=tokens[-1] == self.tokenizer.eos_token_id)
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
         """Return [T] log-probabilities at temperature 1."""
