@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import msgpack
@@ -24,6 +24,7 @@ from queue_builders import (
     dealer,
     make_queue,
     open_queue,
+    parked,
     serving,
 )
 
@@ -246,17 +247,13 @@ def test_closing_the_server_ends_promptly_and_wakes_who_waits() -> None:
     """Seen failing with parked requests forgotten at closing: their clients wait for their own time-out."""
     server = make_queue()
     access = server.start()
-    with connected(access) as client, connected(access) as waiting, ThreadPoolExecutor(2) as pool:
+    with connected(access) as client, connected(access) as waiting, ThreadPoolExecutor(1) as pool:
         client.open_admission()
         client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
-        parked = pool.submit(waiting.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
-        try:
-            await_parked(client, 1)
+        with parked(client, waiting.lease_verify, worker="verifier/0", limit=1) as answer, closing(waiting):
             pool.submit(server.close).result(timeout=SOON_S)
             with pytest.raises(QueueClosed):
-                parked.result(timeout=SOON_S)
-        finally:
-            waiting.close()
+                answer.result(timeout=SOON_S)
     server.close()
 
 
@@ -283,14 +280,13 @@ def test_a_port_is_taken_from_the_range_or_the_range_is_named() -> None:
 
 def test_closing_a_client_wakes_its_waiting_call() -> None:
     """Seen failing with the whole of `wait_s` slept in one go."""
-    with serving() as access, connected(access) as other, ThreadPoolExecutor(1) as pool:
+    with serving() as access, connected(access) as other:
         client = QueueClient(access, timeout_s=SOON_S)
-        parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
-        await_parked(other, 1)
-        client.close()
-        client.close()
-        with pytest.raises(LedgerError, match="lease_verify needs an open client"):
-            parked.result(timeout=SOON_S)
+        with parked(other, client.lease_verify, worker="verifier/0", limit=1) as answer:
+            client.close()
+            client.close()
+            with pytest.raises(LedgerError, match="lease_verify needs an open client"):
+                answer.result(timeout=SOON_S)
         with pytest.raises(LedgerError, match="status needs an open client"):
             client.status()
 
@@ -303,13 +299,12 @@ def test_a_waiting_call_checks_whether_an_answer_can_come() -> None:
         if has_died.is_set():
             raise QueueError("its process ended")
 
-    with serving() as access, connected(access) as other, ThreadPoolExecutor(1) as pool:
+    with serving() as access, connected(access) as other:
         client = QueueClient(access, timeout_s=SOON_S, check=check)
-        parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
-        await_parked(other, 1)
-        has_died.set()
-        with pytest.raises(QueueError, match="its process ended"):
-            parked.result(timeout=SOON_S)
+        with parked(other, client.lease_verify, worker="verifier/0", limit=1) as answer:
+            has_died.set()
+            with pytest.raises(QueueError, match="its process ended"):
+                answer.result(timeout=SOON_S)
         client.close()
 
 

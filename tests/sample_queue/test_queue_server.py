@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import msgpack
@@ -16,12 +16,12 @@ from queue_builders import (
     SCORES,
     SOON_S,
     FakeCursor,
-    await_parked,
     connected,
     generate,
     make_ready,
     make_samples,
     open_queue,
+    parked,
     serving,
     verify,
 )
@@ -142,22 +142,17 @@ def parked_and_change(kind: str, client: QueueClient, clock: FakeClock) -> tuple
 def test_a_parked_request_is_answered_when(kind: str) -> None:
     """Seen failing with parked requests looked at only when their deadlines have passed."""
     requests = {
-        "lease_rollout": {"worker": "rollout/9", "limit": 1, "wait_s": LONG_WAIT_S},
-        "lease_verify": {"worker": "verifier/9", "limit": 1, "wait_s": LONG_WAIT_S},
-        "take": {"batch_id": "b", "wait_s": LONG_WAIT_S},
+        "lease_rollout": {"worker": "rollout/9", "limit": 1},
+        "lease_verify": {"worker": "verifier/9", "limit": 1},
+        "take": {"batch_id": "b"},
     }
     clock = FakeClock()
     with serving(clock=clock) as access, connected(access) as client, connected(access) as waiting:
         name, change = parked_and_change(kind, client, clock)
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(getattr(waiting, name), **requests[name])
-            try:
-                await_parked(client, 1)
-                assert not answer.done()
-                change()
-                assert answer.result(timeout=SOON_S)
-            finally:
-                waiting.close()
+        with parked(client, getattr(waiting, name), **requests[name]) as answer, closing(waiting):
+            assert not answer.done()
+            change()
+            assert answer.result(timeout=SOON_S)
 
 
 @in_loop
@@ -226,12 +221,10 @@ def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> 
 def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:
     """Seen failing with its request left parked: the dead worker was lent the next group."""
     with serving() as access, connected(access) as client, connected(access) as dead:
-        with ThreadPoolExecutor(1) as pool:
-            parked = pool.submit(dead.lease_rollout, worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
-            await_parked(client, 1)
+        with parked(client, dead.lease_rollout, worker="rollout/0", limit=1) as answer:
             assert client.forget(worker="rollout/0") == []
             client.open_admission()
-            assert parked.result(timeout=SOON_S) == []
+            assert answer.result(timeout=SOON_S) == []
         status = client.status()
         assert status["workers"] == {}
         assert status["counts"]["admitted"] == 0

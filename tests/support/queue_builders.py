@@ -1,6 +1,7 @@
 """A sample queue on the loopback interface, and short ways to bring groups through it, for the tests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +111,15 @@ def await_parked(client: QueueClient, number: int) -> None:
         if client.status()["parked"] == number:
             return
     raise AssertionError(f"never {number} requests parked")
+
+
+@contextmanager
+def parked(client: QueueClient, ask: Callable[..., Any], **fields: Any) -> Iterator[Future[Any]]:
+    """The answer to a request of another client, made in a thread, which the server holds back."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, wait_s=LONG_WAIT_S, **fields)
+        await_parked(client, 1)
+        yield answer
 
 
 def make_samples(num_samples: int = 3, *, version: int = 0) -> list[Sample]:
