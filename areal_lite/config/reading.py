@@ -50,13 +50,14 @@ class _Loader(yaml.SafeLoader):
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _load(text: str) -> Any:
@@ -113,8 +114,10 @@ def parse_override(text: str) -> tuple[str, Any]:
         read = _load(value)
     except (RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"the value of {key} must be YAML, got {value!r}: write it as '{key}=\"...\"'") from error
-    if isinstance(read, str) and read and value.strip().startswith(read):
-        read = value.strip()  # YAML takes what follows " #" for a comment
+    typed = value.strip()
+    is_cut = isinstance(read, str) and read and typed.startswith(read)
+    if is_cut or typed.startswith("#"):  # YAML takes a leading "#", or what follows " #", for a comment
+        return key, typed
     return key, read
 
 

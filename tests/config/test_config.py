@@ -306,9 +306,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str, messag
 
 
 def test_a_date_is_a_text_and_merged_keys_may_be_set_anew(tmp_path: Path) -> None:
-    """Seen failing with dates, which no run folder can hold."""
+    """Seen failing with dates, which no run folder can hold; and with a merge of what was merged: "duplicate key"."""
     (path := tmp_path / "a.yaml").write_text(
-        "model:\n  chat_arguments: &a {date_string: 2024-07-26}\nrun: {env: {<<: *a, date_string: x}}"
+        "model:\n  chat_arguments: &a {date_string: 2024-07-26}\n"
+        "verifier: {named: {m: {function: math, arguments: &b {<<: *a, date_string: x}}}}\nrun: {env: {<<: *b}}"
     )
     config = load_config(str(path), ["run.dir=2024-02-30"])
     assert config.model.chat_arguments == {"date_string": "2024-07-26"}
@@ -346,9 +347,10 @@ def test_a_wrong_override_is_named(word: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["/a b/ü 'x' \"y\"", "/run #3", "/a: b", "'q'", "[x]", "007", "on", "", "*x", "{a"])
 def test_any_text_can_be_an_override(text: str) -> None:
-    """Seen failing, in a resume of a run folder: `/run #3` was the folder `/run`."""
+    """Seen failing, in a resume of a run folder: `/run #3` was the folder `/run`, and `####` was null."""
     assert parse_override(override("run.dir", text)) == ("run.dir", text)
     assert parse_override("run.dir=/run #3 ") == ("run.dir", "/run #3")
+    assert parse_override("verifier.arguments.behind= #### ") == ("verifier.arguments.behind", "####")
     assert parse_override("run.dir=007") == ("run.dir", "007")  # seen as the folder 7
     assert parse_override('run.dir="/run" # why') == ("run.dir", "/run")
 
