@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
-from areal_lite.data.encode import Tokenizer, encode_text, render_chat
+from areal_lite.data.encode import Tokenizer, chat_messages, encode_text, render_chat
 from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 
@@ -255,15 +255,7 @@ def split_turn(prompt: Any, completion: Any, tokenizer: Tokenizer, *, chat: bool
 
 def messages_of(value: Any, *, role: str) -> Chat:
     """Return chat messages, or a text as one of a role; a `ValueError` where it is neither."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a text or a list of chat messages, got {value!r:.60}")
-    for message in value:
-        if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise ValueError(f"a chat message must be {{role: text, content: text}}, got {message!r:.60}")
-    # Columns of a dataset have the keys of all messages, empty where a message has none.
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [{"role": role, "content": value}] if isinstance(value, str) else chat_messages(value)
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:

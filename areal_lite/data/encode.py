@@ -102,6 +102,39 @@ def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = F
         ) from error
 
 
+def chat_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the chat of a data row as `text_message` does; a `ValueError` where it is none."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a text or a list of chat messages, got {value!r:.60}")
+    for message in value:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or (message.get("content") is None and not message.get("tool_calls")):
+            raise ValueError(f"a chat message must be {{role: text, content: text}}, got {message!r:.60}")
+    return [text_message(message) for message in value]
+
+
+def text_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat message as templates expect it: its content is one text, and keys that are empty are left out.
+
+    Columns of a dataset have the keys of all messages, empty where a message has none.
+
+    Raises:
+        ValueError: It holds more than text.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(map(_text_of, content if isinstance(content, list) else [content]))
+    return {name: item for name, item in message.items() if item} | {"content": content}
+
+
+def _text_of(part: Any) -> str:
+    is_text = isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text")
+    text = part.get("text") if is_text else None
+    if not isinstance(text, str):
+        raise ValueError(f"the content of a message must be text, got {part!r:.60}")
+    return text
+
+
 def render_chat(
     messages: Messages,
     tokenizer: Tokenizer,

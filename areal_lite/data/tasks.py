@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.config.data import REFERENCES, RESERVED_COLUMNS
+from areal_lite.data.encode import chat_messages
 from areal_lite.errors import WireError
 from areal_lite.wire import encode
 
@@ -49,10 +50,7 @@ def make_task(
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
     """
     prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
-    )
-    messages, text = (tuple(prompt), "") if is_chat and prompt else ((), prompt)
+    messages, text = (tuple(chat_messages(prompt)), "") if isinstance(prompt, list) else ((), prompt)
     if not isinstance(text, str) or not (messages or text.strip()):
         raise ValueError(
             f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_lite.data.encode import Messages, Tokenizer, encode_text, render_chat
+from areal_lite.data.encode import Messages, Tokenizer, encode_text, render_chat, text_message
 from areal_lite.rollout.api_fields import Refusal
 from areal_lite.rollout.dialogue import ENVIRONMENT, following_ids, following_text
 from areal_lite.rollout.episode import EpisodeEngine, Turn
@@ -263,26 +263,16 @@ def _rendered(asked: Asked, tokenizer: Tokenizer) -> tuple[Asked, str]:
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
-    """Return a chat message as templates expect it: content as one text, tool-call arguments as an object, not JSON.
-
-    Raises:
-        ValueError: It holds more than text.
-    """
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
-        others = kinds - {"text", "input_text", "output_text"}
-        if others:
-            raise ValueError(f"the content of a message must be text, got parts of type {', '.join(map(str, others))}")
-        content = "\n".join(part["text"] for part in content)
-    role = "system" if message["role"] == "developer" else message["role"]
-    kept = {name: value for name, value in message.items() if value and name not in ("content", "role")}
+    """Return an agent's message as `text_message` does, with tool-call arguments as an object, not JSON."""
+    kept = text_message(message)
+    if kept["role"] == "developer":
+        kept["role"] = "system"
     if thoughts := kept.get("reasoning") or kept.get("reasoning_content"):
         # Most templates read the name that vLLM replaces.
         kept |= {"reasoning": thoughts, "reasoning_content": thoughts}
     if calls := kept.get("tool_calls"):
         kept["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return {"role": role, "content": content, **kept}
+    return kept
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:

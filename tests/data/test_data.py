@@ -172,6 +172,19 @@ def test_a_chat_that_ends_with_an_answer_is_no_prompt(tmp_path):
         load_source(jsonl_config(data={"path": str(path)}), None, "train")
 
 
+def test_the_messages_of_a_chat_hold_text_and_no_empty_keys(tmp_path):
+    """As tables and OpenAI's clients write them. Seen failing with all of them in the chat as they are."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
+    contents = (None, 3, [{"type": "image_url"}], [{"type": "text", "text": None}])
+    chats = [[{"role": "user", "content": parts, "tool_calls": None}, call, {"role": "tool", "content": "c"}]]
+    chats += [[{"role": "user", "content": content}] for content in contents]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": messages, "answer": "1"} for messages in chats])
+    (task,) = load(path)
+    assert task.messages[0] == {"role": "user", "content": "a\nb"}
+    assert [message["content"] for message in task.messages[1:]] == ["", "c"]
+
+
 def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
     """The limit itself is allowed: 84 characters fit, at 83 the first row is one too long. Seen failing with `>=`."""
     tokenizer = build_char_tokenizer(LETTERS)
