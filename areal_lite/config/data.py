@@ -88,7 +88,7 @@ class SourceConfig(RowsConfig):
     columns: dict[str, str] = {}
     """new names of further columns, {new: old}, e.g. {difficulty: level}"""
     template: str = "{prompt}"
-    """text around the prompt; {prompt} is replaced"""
+    """text around a prompt that is a text, not a list of messages; {prompt} is replaced"""
     chat: bool = False
     """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
     system: str | None = None

@@ -112,6 +112,11 @@ def _render(
         raise DataError(
             f"the prompt of {task.origin} is a list of chat messages, others are plain texts: set {where}.chat=true"
         )
+    if task.messages and source.template != "{prompt}":
+        raise ConfigError(
+            f"{where}.template is for prompts that are texts, got chat messages at {task.origin}. Fix: set it to "
+            f"'{{prompt}}', and {where}.system to what the model should read first"
+        )
     text = source.template.replace("{prompt}", task.prompt)
     if not chat:
         if source.system is not None:

@@ -172,6 +172,13 @@ def test_a_chat_that_ends_with_an_answer_is_no_prompt(tmp_path):
         load_source(jsonl_config(data={"path": str(path)}), None, "train")
 
 
+def test_a_template_is_for_texts_alone(tmp_path):
+    """Seen failing: chats went to the model without it."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": [{"role": "user", "content": "a"}], "answer": "1"}])
+    with pytest.raises(ConfigError, match=r"data\.template is .*, got chat messages at .*rows\.jsonl:1\. Fix: "):
+        load_source(jsonl_config(data={"path": str(path), "template": "{prompt}!"}), None, "train")
+
+
 def test_the_messages_of_a_chat_hold_text_and_no_empty_keys(tmp_path):
     """As tables and OpenAI's clients write them. Seen failing with all of them in the chat as they are."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
