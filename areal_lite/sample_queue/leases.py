@@ -5,11 +5,31 @@ whose lease was lost.
 """
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from areal_lite.sample_queue.groups import GroupRecord
+
+_LONGEST_STEP_S = 1.0
+
+
+class RunningClock:
+    """Seconds in which this process ran, if it is read often: between two readings at most one passes.
+
+    While a container is paused or a machine moves, no worker can send a heartbeat, and no lease may end for that.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start at 0; `clock` gives seconds that never go back."""
+        self._clock, self._read_at, self._now = clock, clock(), 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds since the start."""
+        before, self._read_at = self._read_at, self._clock()
+        self._now += min(self._read_at - before, _LONGEST_STEP_S)
+        return self._now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,13 @@ that the lease had ended, so the result was ignored.
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue import decisions, staleness
 from areal_lite.sample_queue.groups import STATE_BEFORE, GroupRecord, GroupState, GroupTable
-from areal_lite.sample_queue.leases import HeldLease, LeaseTable
+from areal_lite.sample_queue.leases import HeldLease, LeaseTable, RunningClock
 from areal_lite.sample_queue.records import Batch, LedgerSettings
 from areal_lite.types import Lease, Sample, Score
 
@@ -38,20 +37,19 @@ _LEASES_SINCE = 2**32
 class Ledger:
     """Admits, lends, collects and hands out groups, and keeps the state of each."""
 
-    def __init__(
-        self, settings: LedgerSettings, *, clock: Callable[[], float] = time.monotonic, version: int = 0
-    ) -> None:
+    def __init__(self, settings: LedgerSettings, *, clock: Callable[[], float] | None = None, version: int = 0) -> None:
         """Start with no groups.
 
         Args:
             settings: The bound, the policy and the sizes.
-            clock: Seconds that never go back; only leases use it.
+            clock: Seconds that never go back, for leases; None = a `RunningClock`.
             version: Completed trainer steps.
         """
         self._settings = settings
         self._version = version
         self._groups = GroupTable()
-        self._leases = LeaseTable(timeout_s=settings.lease_timeout_s, clock=clock)
+        self.clock = clock or RunningClock()
+        self._leases = LeaseTable(timeout_s=settings.lease_timeout_s, clock=self.clock)
         self._batch: Batch | None = None
         self._completed_batch_id = ""
 
@@ -304,7 +302,7 @@ class Ledger:
         settings: LedgerSettings,
         state: Mapping[str, Any],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         keep_batch: bool = False,
     ) -> "Ledger":
         """Build the ledger that `state` describes, under these settings; the taken batch is returned unless kept."""

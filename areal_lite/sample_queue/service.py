@@ -4,8 +4,7 @@ The queue server calls it, from one thread, one request at a time; the clients h
 It admits prompts on demand, joins the ledger's groups with them, and keeps track of the workers.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +45,6 @@ class QueueService:
         num_minibatches: int,
         num_ranks: int,
         seed: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with admission closed.
 
@@ -56,11 +54,10 @@ class QueueService:
             num_minibatches: Optimiser updates per trainer step.
             num_ranks: Trainer ranks that will fetch.
             seed: Of the run; together with the version it orders the rows of a batch.
-            clock: The ledger's clock, for the ages that `status` shows.
         """
         self.ledger, self._cursor = ledger, cursor  # the server asks the ledger itself about leases
         self._deal = partial(ShardedBatch, num_minibatches=num_minibatches, num_ranks=num_ranks, run_seed=seed)
-        self._clock = clock
+        self._clock = ledger.clock
         self.num_parked = 0
         """Requests that the server holds back now, shown in `status`."""
         self._admission_open = self._has_opened = False
@@ -266,7 +263,6 @@ def restore(
     *,
     settings: LedgerSettings,
     cursor: Cursor,
-    clock: Callable[[], float] = time.monotonic,
     keep_batch: bool = False,
 ) -> Ledger:
     """Build the ledger from what `QueueClient.save` returned, and move the cursor to its place.
@@ -275,7 +271,6 @@ def restore(
         saved: Bytes of a checkpoint.
         settings: Of the run that continues.
         cursor: Over the same data; its place is moved.
-        clock: For leases.
         keep_batch: Whether the trainer is still alive, and has the batch that was taken.
 
     Raises:
@@ -283,7 +278,7 @@ def restore(
     """
     state = read_state(saved)
     cursor.load(state["cursor"])
-    return Ledger.restore(settings, state["ledger"], clock=clock, keep_batch=keep_batch)
+    return Ledger.restore(settings, state["ledger"], keep_batch=keep_batch)
 
 
 def read_state(saved: bytes) -> Any:

@@ -34,7 +34,7 @@ def service_with(num_outstanding: int) -> QueueService:
     ledger.admit(cursor.next().prompt_id)
     ledger.complete_rollout(ledger.lease_rollout("", limit=1)[0].lease_id, SAMPLES)
     ledger = Ledger.restore(settings, ledger.state() | {"version": max_staleness}, clock=clock)
-    service = QueueService(ledger, cursor, num_minibatches=1, num_ranks=1, seed=0, clock=clock)
+    service = QueueService(ledger, cursor, num_minibatches=1, num_ranks=1, seed=0)
     service.open_admission()
     service.lease_verify(worker="straggler", limit=1, wait_s=0.0)
     for place in range(num_outstanding):

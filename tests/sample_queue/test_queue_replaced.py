@@ -218,7 +218,7 @@ async def trained_by_workers() -> tuple[list[str], tuple[int, int], int]:
     """
     changes: dict[str, Any] = {"max_staleness": 3, "groups_per_step": 8, "total_steps": 6}
     ledger_settings, clock = make_settings(**changes), Clock()
-    server = make_queue(ledger=Ledger(ledger_settings, clock=clock), num_ranks=1, clock=clock)
+    server = make_queue(ledger=Ledger(ledger_settings, clock=clock), num_ranks=1)
     access = server.start()
     config = parse_config({"queue": {"samples_per_group": 2}, "rollout": {"slots": 16, "max_new_tokens": 20}})
     engines = [ScriptedEngine(token_s=0.02, vocab_size=10**6) for _ in range(2)]
@@ -251,7 +251,7 @@ async def trained_by_workers() -> tuple[list[str], tuple[int, int], int]:
                 await asyncio.sleep(3.0)  # longer than a request is waited for: results are kept
                 cursor = FakeCursor()
                 ledger = restore(copy, settings=ledger_settings, cursor=cursor, keep_batch=True)
-                dead, server = server, make_queue(ledger=ledger, cursor=cursor, num_ranks=1, clock=time.monotonic)
+                dead, server = server, make_queue(ledger=ledger, cursor=cursor, num_ranks=1)
                 opened.callback(dead.close)
                 opened.callback(clock.goes.set)
                 queue.move_to(access := server.start())

@@ -56,9 +56,8 @@ def make_queue(
     dealt |= {name: changes.pop(name) for name in list(dealt) if name in changes}
     options: dict[str, Any] = {"max_message_bytes": 2**20}
     options |= {name: changes.pop(name) for name in [*options, "bind", "ports"] if name in changes}
-    clock = clock or FakeClock()
-    ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
-    return QueueServer(QueueService(ledger, cursor or FakeCursor(), clock=clock, **dealt), **options)
+    ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock or FakeClock())
+    return QueueServer(QueueService(ledger, cursor or FakeCursor(), **dealt), **options)
 
 
 @contextmanager
