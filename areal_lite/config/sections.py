@@ -25,7 +25,7 @@ class RunConfig(Section):
 
     dir: str | None = None
     """run folder; default runs/<recipe>-<time>"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**64)
     """seeds data order, sampling, model initialisation and minibatch order"""
     steps: int = Field(100, ge=1)
     """trainer steps of the whole run, resumed ones included"""
@@ -176,8 +176,8 @@ class RolloutConfig(Section):
     interrupt: Literal["recompute", "keep_kv", "drain"] = "recompute"
     """at a weight update, running samples are prefilled again (recompute), keep their cache (keep_kv), or finish
     first (drain)"""
-    temperature: float = Field(1.0, gt=0)
-    """sampling temperature; the trainer applies the same"""
+    temperature: float = Field(1.0, ge=0.01)
+    """sampling temperature, at least 0.01, to which vLLM raises lower ones; the trainer applies the same"""
     max_new_tokens: int = Field(128, ge=1)
     """maximum completion tokens, including an environment's replies"""
     workflow: str = "single_turn"

@@ -173,10 +173,12 @@ def test_all_unknown_keys_are_named_at_once() -> None:
         ({"run": 3}, "run", "3"),
         ({"run": {"stall_timeout_s": float("inf")}}, "run.stall_timeout_s", "inf"),
         ({"data": {"arith": {"max_value": 0}}}, "data.arith.max_value", "0"),
+        ({"run": {"seed": 2**64}}, "run.seed", str(2**64)),
+        ({"rollout": {"temperature": 0.005}}, "rollout.temperature", "0.005"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field(raw: dict[str, Any], field: str, value: str) -> None:
-    """Seen failing (`inf`) without `allow_inf_nan=False`: the watchdog would never raise."""
+    """Seen failing: with `inf` the watchdog would never raise, torch refuses the seed, vLLM samples at 0.01."""
     message = error_of(raw)
     assert message.startswith(f"{field}: ")
     assert message.endswith(f", got {value}")
