@@ -14,7 +14,6 @@ import functools
 import inspect
 import math
 import numbers
-import struct
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ Call = tuple[str, str, str, Mapping[str, Any]]
 NOT_APPLICABLE = "not_applicable"
 """The failure of what has no reward to give."""
 _DETAIL_CHARS = 2000
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
 _CHAT = "prompt_messages"
 """`areal_lite.config.data.CHAT`, which is heavy to import."""
 
@@ -181,17 +182,19 @@ def _steps(step_rewards: Any, num_characters: int) -> tuple[tuple[int, float], .
 
 def _number(value: Any, what: str, more: str = "") -> float:
     """Return a number that float32 can hold; `more` names other values that would be accepted."""
-    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():  # numpy's bool, a tensor's number
+    if not isinstance(value, numbers.Real) and math.prod(getattr(value, "shape", [0])) == 1:  # an array, numpy's bool
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise _wrong_type(value, f"{what}: a number{more}")
     try:
         number = float(value)
-        if math.isfinite(struct.unpack("f", struct.pack("f", number))[0]):
-            return number
-    except OverflowError:
-        raise _Problem("inf", f"{what} is too large for float32") from None
-    raise _Problem("nan" if math.isnan(number) else "inf", f"{what} is {number}")
+    except OverflowError:  # of an integer
+        number = math.inf
+    if abs(number) <= _LARGEST:
+        return number
+    raise _Problem(
+        "nan" if math.isnan(number) else "inf", f"{what} is {number}: expected a finite number that float32 holds"
+    )
 
 
 def _wrong_type(value: Any, wanted: str) -> _Problem:

@@ -29,10 +29,11 @@ def reply_to(value):
 @pytest.mark.parametrize(
     ("value", "reward"),
     [(1, 1.0), (True, 1.0), (Fraction(1, 2), 0.5), (np.float32(0.5), 0.5), (VerifyResult(0.25), 0.25),
-     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0)],
+     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0),
+     (np.array([0.5]), 0.5), (torch.tensor([[0.5]]), 0.5)],
 )  # fmt: skip
 def test_a_number_of_any_kind_is_a_reward(value, reward):
-    """Seen failing, the last four, with Python's numbers alone taken."""
+    """Seen failing with Python's numbers alone taken, and the last two with shape () alone."""
     reply = reply_to(value)
     assert reply == Reply(reward)
     assert type(reply.reward) is float
@@ -49,7 +50,7 @@ def test_a_result_comes_through_whole():
     ("result", "failure", "detail"),
     [
         (VerifyResult(NAN), "nan", "the reward is nan"),
-        (np.array([0.5]), "wrong_type:numpy.ndarray", "the reward: a number"),
+        (np.array([0.5, 0.5]), "wrong_type:numpy.ndarray", "the reward: a number"),
         (VerifyResult("1"), "wrong_type:str", "the reward: a number"),
         ({"score": 1.0}, "wrong_type:dict", "areal_lite.verify.VerifyResult(reward"),
         (VerifyResult(1, parts={"x": NAN}), "nan", "parts['x'] is nan"),
@@ -76,6 +77,7 @@ def test_whatever_is_wrong_is_a_failure_with_its_reason(result, failure, detail)
     "result",
     [
         1e39,
+        -3.4028235e38,
         pytest.param(10**400, id="huge integer"),
         VerifyResult(0, parts={"x": -1e39}),
         VerifyResult(0, step_rewards=[(1, 1e39)]),
@@ -86,7 +88,8 @@ def test_whatever_is_wrong_is_a_failure_with_its_reason(result, failure, detail)
 def test_what_float32_cannot_hold_is_infinite(result):
     """Rewards train in float32, whose largest number is 3.4e38.
 
-    Seen failing with `math.isfinite(value)` alone (but for the integer), and the last two without `checked`.
+    Seen failing with `math.isfinite(value)` alone (but for the integer), the last two without `checked`, and
+    -3.4028235e38, which a `Score` refuses, rounded to float32.
     """
     assert reply_to(result).failure == "inf"
     assert reply_to(VerifyResult(3e38, step_rewards=[(1, -2e38)])).failure is None
