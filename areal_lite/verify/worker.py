@@ -2,10 +2,10 @@
 
 import asyncio
 import bisect
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.data.encode import decoder, read_tokenizer
@@ -36,7 +36,7 @@ class VerifierWorker(LeaseWorker):
 
         Args:
             pool: Started; the caller closes it.
-            events: Gets one `verify` event per scored group.
+            events: Gets one `verify` event per group whose scores the queue takes.
             decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
         """
         super().__init__(client, name=events.lane, heartbeat_s=heartbeat_s)
@@ -56,7 +56,9 @@ class VerifierWorker(LeaseWorker):
         start = now()
         group = lease.group
         scores = await self._watched(group, await self._scores(group))
-        await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
+        send = partial(self._client.complete_verify, lease_id=lease.lease_id, scores=scores)
+        if not await self._deliver(lease, send):
+            return  # the group has the scores of another worker
         found: dict[str, Any] = {"rewards": [score.total for score in scores]}
         if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):
             found["watched"] = watched
@@ -130,5 +132,5 @@ def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> in
 def decoder_of(model_folder: str, *, skip_special_tokens: bool) -> Decode:
     """Return a function that decodes as samples are decoded; it loads the tokenizer when it is first called."""
     options = {"skip_special_tokens": skip_special_tokens}
-    text_of = functools.cache(lambda: decoder(read_tokenizer(model_folder), model_folder, **options))
+    text_of = cache(lambda: decoder(read_tokenizer(model_folder), model_folder, **options))
     return lambda token_ids: text_of()(token_ids)

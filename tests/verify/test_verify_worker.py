@@ -66,6 +66,23 @@ async def test_a_sample_that_has_a_score_keeps_it() -> None:
     assert {event["kind"] for event in events.drain()} == {"verify"}
 
 
+class LateQueue(FakeQueue):
+    """Another worker has scored the group by now."""
+
+    async def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
+        await super().complete_verify(lease_id=lease_id, scores=scores)
+        return False
+
+
+@in_loop
+async def test_scores_that_the_queue_ignores_are_no_event() -> None:
+    """Seen failing: the report counted the group twice."""
+    client = LateQueue([generated(0, RIGHT)])
+    worker, events = make_worker(client, FakePool())
+    await serve_until(worker, client, lambda queue: queue.completed)
+    assert events.drain() == []
+
+
 @in_loop
 async def test_a_watched_group_has_further_metrics_and_the_same_rewards() -> None:
     """The second group is watched, but not its lost sample. Seen failing with the watched reward as a reward's part."""
