@@ -54,7 +54,7 @@ async def play(
 
     Args:
         env: As `rows` takes it.
-        row: Its column `seed` resets the environment.
+        row: Its column `seed` resets the environment, whose first observation its prompt must hold.
         arguments: As `rows` takes them.
         limits: As `converse` takes them.
     """
@@ -67,7 +67,12 @@ async def play(
         return str(shown), bool(terminated or truncated)
 
     try:
-        await engine.in_time(call(made.reset, seed=row["seed"]))
+        first, *_ = await engine.in_time(call(made.reset, seed=row["seed"]))
+        if str(first).strip() not in row["prompt"]:  # the chat template may strip it
+            raise ValueError(
+                f"the prompt must hold the environment's first observation, {first!r:.60} for seed {row['seed']}, got "
+                f"{row['prompt']!r:.60}. Fix: give the workflow the env and arguments of the source"
+            )
         turns = await converse(engine, answer=act, **limits)
         own = [turn for turn in turns if not turn.is_given]
         if len(rewards) < len(own):  # the last turn gets no reply, but it is an action

@@ -1,5 +1,6 @@
 """gymnasium's environments as a source and a workflow, on one that is registered here."""
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -47,7 +48,8 @@ def prompts() -> list[Prompt]:
 def test_each_prompt_is_the_first_observation_of_its_seed(prompts: list[Prompt]) -> None:
     """And the reset of an episode leads there, in an environment made of its class as well as by its id.
 
-    Seen failing with a reset without the seed, and with environments that are not closed.
+    Seen failing with a reset without the seed, with environments that are not closed, and with a prompt of another
+    environment played.
     """
     assert [prompt.row["seed"] for prompt in prompts] == [0, 1, 2, 3, 4, 10**6, 10**6 + 1]
     assert len({prompt.text for prompt in prompts}) > 2
@@ -57,6 +59,10 @@ def test_each_prompt_is_the_first_observation_of_its_seed(prompts: list[Prompt])
         (shown,) = (message["content"] for message in sample.messages if message["role"] == "environment")
         assert int(shown[:-1]) == int(prompt.text[:-1]) - 1
     assert len(CLOSED) == 2 + len(prompts)
+    with pytest.raises(
+        Exception, match=r"the prompt must hold .* first observation, '\d\?' for seed 0, got '9\?'\. Fix"
+    ):
+        play(Speaker(lambda _: "-"), load("gymnasium", arguments=arguments), replace(prompts[0], text="9?"))
 
 
 def test_rewards_add_up_to_the_sample_s(prompts: list[Prompt]) -> None:
