@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.groups import GroupRecord, GroupState
 from areal_lite.types import Sample
@@ -23,7 +25,7 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
     if len(rewards) < min(2, len(samples)):
         failures = Counter(score.failure for score in scores if score.failure is not None)
         return GroupState.FAILED, failures.most_common(1)[0][0]
-    if reject == "zero_variance" and len(set(rewards)) == 1:
+    if reject == "zero_variance" and len(np.unique(np.array(rewards, np.float32))) == 1:  # as the trainer gets them
         return GroupState.REJECTED, "zero_variance"
     return GroupState.READY, ""
 
