@@ -49,6 +49,7 @@ class Ledger:
         self._version = version
         self._groups = GroupTable()
         self.clock = clock or RunningClock()
+        """Of the leases."""
         self._leases = LeaseTable(timeout_s=settings.lease_timeout_s, clock=self.clock)
         self._batch: Batch | None = None
         self._completed_batch_id = ""
