@@ -151,16 +151,13 @@ def test_heartbeats_that_arrived_while_the_server_was_busy_count(monkeypatch: py
 def test_no_lease_ends_for_the_time_in_which_the_queue_was_frozen() -> None:
     """Those of dead workers end later. Seen failing with the machine's clock: three freezes failed the prompts."""
     clock = FakeClock()
-    ledger = Ledger(make_settings(lease_timeout_s=10.0), clock=RunningClock(clock))
+    ledger = Ledger(make_settings(lease_timeout_s=1.5), clock=RunningClock(clock))
     ledger.admit("a")
     (lease,) = ledger.lease_rollout("w", limit=1)
     clock.now = 3600.0
     assert ledger.expire() == []
-    expired = []
-    for _ in range(10):
-        clock.now += 1.0
-        expired += ledger.expire()
-    assert expired == [lease.lease_id]
+    clock.now += 1.0
+    assert ledger.expire() == [lease.lease_id]
     assert isinstance(Ledger(make_settings()).clock, RunningClock)
 
 
