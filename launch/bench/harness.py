@@ -1,7 +1,8 @@
 """Shared by benchmarks: the order of measurements, runs of many recipes, `results.json`.
 
 A benchmark that trains passes its planned runs to `run_to_the_end`, each with a folder of its own. Finished runs are
-skipped, an interrupted run resumes from its checkpoint, and a failed run does not stop the others.
+skipped, an interrupted run resumes from its checkpoint (a timed one restarts), and a failed run does not stop the
+others.
 """
 
 import json
@@ -110,6 +111,8 @@ class PlannedRun:
     """The whole recipe."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What distinguishes it from the other runs, for `results.json`."""
+    is_timed: bool = False
+    """Its figures are seconds of one start: it never resumes."""
 
 
 def entry_of(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -145,7 +148,7 @@ def where_it_begins(run: PlannedRun, folder: Path) -> str:
         )
     if read_summary(folder).get("status") == "done":
         return ""
-    return "resume" if whole_checkpoints(folder / "checkpoints") else "dir"
+    return "resume" if not run.is_timed and whole_checkpoints(folder / "checkpoints") else "dir"
 
 
 def run_to_the_end(

@@ -120,7 +120,8 @@ def _runs(
         }
         name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
         changed = planned_config(recipe, name, [overrides, changes])
-        runs.append(PlannedRun(name=name, config=changed, facts={"mode": mode, "threads": threads, "repeat": repeat}))
+        facts = {"mode": mode, "threads": threads, "repeat": repeat}
+        runs.append(PlannedRun(name=name, config=changed, facts=facts, is_timed=True))
     return runs
 
 

@@ -35,7 +35,7 @@ def modes(
     """Compare synchronous and asynchronous modes of a recipe.
 
     Find the fastest split of threads, then run every mode in turn, several times. Write results.json and report.html.
-    The same command resumes a stopped benchmark.
+    The same command resumes a stopped benchmark; the run that was stopped restarts.
     """
     from areal_lite.launch.bench.modes import bench
 

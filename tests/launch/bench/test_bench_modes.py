@@ -38,6 +38,7 @@ def test_modes_change_the_recipe_and_nothing_else() -> None:
     interrupts = {mode: dump["rollout"].pop("interrupt") for mode, dump in dumped.items()}
     first, *others = dumped.values()
     assert all(other == first for other in others)
+    assert all(run.is_timed for run in runs)
     assert (first["run"]["steps"], first["trainer"]["lr"]) == (9, 0.5)
     assert [etas[mode] for mode in MODES] == [0, 0, 1, 1, 4, 4, 4]
     assert [interrupts[mode] for mode in MODES][2:] == ["drain", "recompute", "recompute", "keep_kv", "drain"]

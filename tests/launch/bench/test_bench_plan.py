@@ -2,6 +2,7 @@
 benchmark shares.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,7 +171,8 @@ def test_runs_are_run_in_order_each_in_its_folder_and_never_again(
 def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_restarted(tmp_path: Path) -> None:
     """A failed run does not stop the others; the entry of one that was cut off has no accuracy after its last step.
 
-    Seen failing with the error raised where it occurs, and with every run that is not done resumed.
+    A timed run restarts: its figures are those of one start. Seen failing with the error raised where it occurs, with
+    every run that is not done resumed, and with `bench modes` counting the hours without its run.
     """
     training = FakeTraining({"a": ZeroDivisionError("ours"), "b": StallError("late: rollout/0")}, saved=["b"])
     failures = bench(three_runs(), tmp_path, training)
@@ -178,6 +180,8 @@ def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_restarted(tmp_pa
     entry, *_ = collect_results("mine", make_plan(), three_runs(**{"run.steps": 99}), out=tmp_path)["runs"]
     assert entry["status"] == "not run", "it has other settings"
     assert [where_it_begins(run, tmp_path / run.name) for run in three_runs()] == ["dir", "resume", ""]
+    timed = [dataclasses.replace(run, is_timed=True) for run in three_runs()]
+    assert [where_it_begins(run, tmp_path / run.name) for run in timed] == ["dir", "dir", ""]
     training.calls.clear()
     assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "resume b"]
