@@ -310,15 +310,15 @@ class Simulation:
             if group.is_wanted:
                 self._ledger.complete_rollout(group.lease.lease_id, group.samples)
                 del self._groups[group.lease.lease_id]
+                (group.lease,) = self._ledger.lease_verify("verifier", limit=1)  # the only one that waits
                 self._verified.append((self._now + self._inputs.verify_s, group))
         self._ends[place] = engine.next_end
 
     def _score(self, group: _Group) -> None:
-        """Score a generated group; one that was dropped meanwhile has nobody to score it."""
+        """Score a generated group; the ledger ignores the scores of one that was dropped meanwhile."""
         is_equal = self._rng.random() < self._inputs.equal_rewards
         scores = [_SCORES[not is_equal and place % 2] for place in range(group.size)]
-        for lease in self._ledger.lease_verify("verifier", limit=1):
-            self._ledger.complete_verify(lease.lease_id, scores)
+        self._ledger.complete_verify(group.lease.lease_id, scores)
 
     def _end_step(self) -> None:
         """End the pause after a publication, or a trainer step: new weights, then that pause."""

@@ -76,7 +76,10 @@ def test_context_slows_decoding_down() -> None:
 
 
 def test_ages_and_masks_follow_from_the_lengths() -> None:
-    """A sample of k steps has k versions; the bound masks its first tokens. Seen failing with one span per sample."""
+    """A sample of k steps has k versions; the bound masks its first tokens; a slow verifier makes all tokens older.
+
+    Seen failing with one span per sample, and with the scores of a group given to the oldest one that waited for some.
+    """
     mixed = EVEN | {"lengths": {10: 9, 100: 1}, "train_s": 0.1}
     wide = {"max_staleness": 4, "steps": 100}
     found, bound = (figures(mixed, **wide, on_stale=policy) for policy in ("keep", "mask"))
@@ -86,6 +89,9 @@ def test_ages_and_masks_follow_from_the_lengths() -> None:
     quarters = bound["masked_by_quarter"]
     assert quarters == sorted(quarters, reverse=True)
     assert quarters[0] > 2 * quarters[3]
+    few_long = EVEN | {"lengths": {10: 3, 60: 4, 1000: 1}, "train_s": 0.5}
+    soon, late = (figures(few_long | {"verify_s": verify_s}, **wide, on_stale="keep") for verify_s in (0.0, 5.0))
+    assert late["age_mean"] > soon["age_mean"]
 
 
 def test_relations_of_any_run() -> None:
