@@ -38,8 +38,6 @@ def inputs_of_recipe(config: Config, *, gpu: str) -> Inputs:
     read, work = card["tb_per_s"] * 1e12 * ASSUMED["memory"], card["tflops"] * 1e12 * rollout.tensor_parallel
     prompt = max(1, config.model.max_context - rollout.max_new_tokens)
     context = prompt + rollout.max_new_tokens / 2
-    is_shared = config.weights.transport == "ipc"
-    engine_gpus = rollout.workers * rollout.tensor_parallel
     return Inputs(
         engines=rollout.workers,
         slots=max(1, min(rollout.slots, int(parts["KV cache"] / token / context))),
@@ -54,8 +52,14 @@ def inputs_of_recipe(config: Config, *, gpu: str) -> Inputs:
         prompt_tokens=prompt,
         median=max(1.0, rollout.max_new_tokens / 4),
         longest=rollout.max_new_tokens,
-        gpus=max(config.trainer.ranks, engine_gpus) if is_shared else config.trainer.ranks + engine_gpus,
+        gpus=gpus_of(config),
     )
+
+
+def gpus_of(config: Config) -> int:
+    """Return how many GPUs a recipe takes."""
+    ranks, engine_gpus = config.trainer.ranks, config.rollout.workers * config.rollout.tensor_parallel
+    return max(ranks, engine_gpus) if config.weights.transport == "ipc" else ranks + engine_gpus
 
 
 def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
@@ -94,9 +98,6 @@ def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
         train_token_s=trainer.get("training", 0.0) / steps / tokens,
         lengths=dict(sorted(lengths.items())),
         longest=max(lengths),
-        gpus=config.trainer.ranks + config.rollout.workers * config.rollout.tensor_parallel
-        if config.run.device == "cuda"
-        else 0,
     )
     return inputs, config
 

@@ -13,7 +13,7 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import show_table, write_results
 from areal_lite.launch.bench.simulation import Inputs, simulate
-from areal_lite.launch.bench.simulation_inputs import ASSUMED, inputs_of_recipe, inputs_of_run, with_split
+from areal_lite.launch.bench.simulation_inputs import ASSUMED, gpus_of, inputs_of_recipe, inputs_of_run, with_split
 from areal_lite.launch.commands.options import Gpu, Overrides, ProfileFile, Recipe, option
 from areal_lite.record.columns import Row
 from areal_lite.record.report import write_bench
@@ -76,8 +76,9 @@ def read_inputs(config: Config, *, run: Path | None, gpu: str, profile: str | No
         inputs = inputs_of_recipe(config, gpu=gpu)
     else:
         inputs, of_run = inputs_of_run(run)
+        gpus = gpus_of(config) if config.run.device == "cuda" else 0
         inputs = with_split(
-            inputs.model_copy(update={"slots": config.rollout.slots}),
+            inputs.model_copy(update={"slots": config.rollout.slots, "gpus": gpus}),
             ranks=config.trainer.ranks, engines=config.rollout.workers, of_ranks=of_run.trainer.ranks,
         )  # fmt: skip
     if profile is None:

@@ -24,6 +24,7 @@ from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.launch.bench.simulation import Inputs, simulate
 from areal_lite.launch.bench.simulation_inputs import inputs_of_run
 from areal_lite.launch.commands.main import app
+from areal_lite.launch.commands.simulate import read_inputs
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.sample_queue.ledger import LedgerSettings
@@ -118,7 +119,10 @@ def test_relations_of_any_run() -> None:
 
 
 def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
-    """A log written with known seconds gives them back. Seen failing with pauses counted as decoding."""
+    """A log written with known seconds gives them back; GPUs are the recipe's, not the run's.
+
+    Seen failing with pauses counted as decoding, and with the cost of the run's GPUs.
+    """
     overrides = [f"run.dir={tmp_path}/run", "rollout.workers=1", "trainer.ranks=2"]
     folder = new_run_folder(load_config("arith_cpu", overrides))
     rng, now, rows, events = np.random.default_rng(0), 100.0, [], list[dict[str, Any]]()
@@ -159,6 +163,12 @@ def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
     assert found.verify_s == pytest.approx(0.5, rel=0.01)
     assert found.train_token_s == pytest.approx(0.01, rel=0.15)
     assert sum(found.lengths.values()) == 96
+    split = ["run.device=cuda", "model.compute_dtype=auto", "rollout.workers=3", "trainer.ranks=4"]
+    for transport, gpus in (("nccl", 7), ("ipc", 4)):
+        config = load_config("arith_cpu", [*split, f"weights.transport={transport}"])
+        assert [read_inputs(config, run=run, gpu="H100", profile=None).gpus for run in (folder.path, None)] == [
+            gpus
+        ] * 2
 
 
 def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None:
