@@ -77,7 +77,7 @@ def event_begins(event: Event) -> float:
 def lived(events: Sequence[Event]) -> Callable[[float], float]:
     """Return a function of a moment: the seconds from the first event to it, without the gaps between two starts."""
     begin, times = min(map(event_begins, events), default=0.0), sorted(event["time"] for event in events)
-    ends = [event["time"] for event in events if event["kind"] == GAP]
+    ends = {event["time"] for event in events if event["kind"] == GAP}
     gaps = [(end, times[min(bisect.bisect(times, end), len(times) - 1)]) for end in ends]
     return lambda moment: moment - begin - sum(min(max(moment, end), again) - end for end, again in gaps)
 

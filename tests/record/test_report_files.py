@@ -67,11 +67,12 @@ def test_shares_are_of_the_time_between_the_first_and_the_last_publication() -> 
 def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) -> None:
     """Three steps, an hour without the run, two steps: six seconds in all but for a tenth.
 
-    Seen failing with seconds since the first event, and with the time of the second start as `other` of step 4.
+    A start that failed in between left a second mark at the same time. Seen failing with seconds since the first event,
+    with the hour cut out for each mark, and with the time of the second start as `other` of step 4.
     """
     path = make_run(tmp_path / "run", steps=5)
     log, gap = make_events(steps=5), event(3.0, "controller", "gap")
-    write_rows(path / "events.jsonl", [row for row in log if row["time"] <= 3.0] + [gap])
+    write_rows(path / "events.jsonl", [row for row in log if row["time"] <= 3.0] + [gap, gap])
     with (path / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(moved(row, 3600)) + "\n" for row in log if row["time"] > 3.0)
     run = RunFiles(path)
