@@ -25,9 +25,10 @@ class Watched:
         self.restarts = SimpleNamespace(changes=[], has_restarted=lambda name: name != "rollout/1")
         self.gauges: dict[str, Any] = {}
         cluster: Any = SimpleNamespace(restarts=self.restarts, collect=lambda: ([], self.gauges))
-        recorder: Any = SimpleNamespace(feed=self.events.extend)
+        self.recorder: Any = SimpleNamespace(feed=self.events.extend)
         view: Any = SimpleNamespace(print=lambda text, style="": self.lines.append(text))
-        self.collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
+        own = [EventBuffer("controller")]
+        self.collector = Collector(cluster, recorder=self.recorder, view=view, logs="logs", own=own)
 
     def collect(self, gauges: dict[str, Any], *changes: Change) -> None:
         self.gauges = gauges
@@ -36,8 +37,9 @@ class Watched:
 
 
 def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
-    """Its loss and its return are said and written once. Seen failing with counts that go back to 0.
+    """Its loss and its return are said and written once; a restart counts tokens from there on.
 
+    Seen failing with counts that go back to 0, and with all tokens again in the first row after a restart.
     A verifier's end is that of the run, and is told then. Seen failing with a line here, too.
     """
     watched = Watched()
@@ -54,6 +56,8 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     collect(7, SECOND, Change("rollout/1", State.HEALTHY))
     collect(7, SECOND, *(Change(f"{role}/2", State.DEAD, "it fails") for role in ("rollout", "verifier")))
     assert collector.tokens() == 107
+    collector.restart(watched.recorder)
+    assert collector.tokens() == 0
     assert collector.figures()["verifiers"]["sum"] == {
         "calls": 15, "timeouts": 1, "restarts": 2, "busy": 0, "waiting": 3,
         "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,

@@ -270,17 +270,18 @@ def test_samples_are_readable(recorder: OnlineRecorder, folder: RunFolder) -> No
 def test_a_resumed_run_continues_where_the_first_one_ended(
     config: Config, folder: RunFolder, recorder: OnlineRecorder, clock: FakeClock
 ) -> None:
-    """Rows, time, evaluations, histograms, rewards and rates of both parts.
+    """Rows, time, evaluations, histograms, rewards and rates of both parts; the second one has fewer workers.
 
-    Seen failing with the clock restarted, with ages and lengths of the second part only, with the parts of the
-    first part's evaluation forgotten, and with the evaluation's start among its figures: the terminal showed a held-out
-    accuracy of 1795716364.
+    Seen failing with the clock restarted, with the slots of workers that only the first part had, with ages and lengths
+    of the second part only, with the parts of the first part's evaluation forgotten, and with the evaluation's start
+    among its figures: the terminal showed a held-out accuracy of 1795716364.
     """
     samples = [{"end": 1.0, "tokens": 20, "spans": []}]
     group = event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)
     kept = {"accuracy": 0.25, "parts": {"right": 0.5}, "metrics": {}, "rewards": {"a": 1.0}, "watched": {"truth": {}}}
     figures = {"start": 1.5, "problems": 4, **kept}
     recorder.feed([group, event(2.0, "controller", "eval", step=0, **figures)])
+    recorder.feed([event(2.0, f"rollout/{place}", "running", n=4) for place in range(2)])
     for step in (1, 2):
         clock.now += 10.0
         do_step(recorder, step, tokens=100.0 * step, reward_mean=0.0)
@@ -290,7 +291,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     again = OnlineRecorder(config, folder)
     assert again.evaluations == {0: kept}
     assert [row["step"] for row in again.recent] == [1, 2]
-    again.feed([group])
+    again.feed([group, event(5020.0, "rollout/0", "running", n=4)])
     for step in (3, 4):
         clock.now += 10.0
         row = do_step(again, step, tokens=50.0 * (step - 2), reward_mean=1.0)
@@ -307,6 +308,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     assert summary["age_histogram"] == {"0": 120, "1": 40}
     assert summary["length_histogram"] == {"16": 2}
     assert summary["gen_tokens_per_s"] == pytest.approx((100 + 50) / 20)
+    assert row["rollout_occupancy"] == 1.0
     assert summary["samples_per_s"] == pytest.approx(4 / 10)
 
 
