@@ -119,9 +119,12 @@ def test_rewards_are_those_of_all_scored_groups(tmp_path: Path) -> None:
     """Two groups a step: [1, 0, 0], then [1, 1, 0]. Twelve steps: the last ten have four and six of these.
 
     Of three samples pass@2 is 2/3 with one right, and 1 with two. Seen failing with the failed sample as 0, and with
-    1 - (1 - p)**k for pass@k. A run of an older version has no such chart.
+    1 - (1 - p)**k for pass@k. A run of an older version has no such chart. A broken line moves no step: seen failing
+    with steps counted from the first row.
     """
     path = make_run(tmp_path / "run")
+    rows = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(["broken\n", *rows[1:]]))
     distribution, spread, passing = (chart.data for chart in reward_charts(RunFiles(path)) if chart)
     shares = {band["name"]: (band["x"][0], band["y"][0], band["y"][-1]) for band in distribution}
     right = (4 * 1 + 6 * 2) / (10 * 3)
@@ -132,6 +135,22 @@ def test_rewards_are_those_of_all_scored_groups(tmp_path: Path) -> None:
     }  # fmt: skip
     write_rows(path / "events.jsonl", make_events(has_rewards=False))
     assert [chart for chart in reward_charts(RunFiles(path)) if chart] == []
+
+
+@pytest.mark.parametrize("count", [6, 7])
+@pytest.mark.parametrize(("least", "width"), [(0.9, 1e-4), (1000.0, 0.1), (-1e9, 1e-6)])
+def test_rewards_that_hardly_differ_have_bands_of_their_own(
+    tmp_path: Path, count: int, least: float, width: float
+) -> None:
+    """Seen failing with three digits of each: bands of equal names overwrote each other."""
+    path = make_run(tmp_path / "run", steps=1)
+    events = [event(1.0, "trainer", "published", version=1)]
+    rewards = [least + width * place for place in range(count)]
+    events.append(event(1.5, "verifier/0", "verify", group_id="g", start=1.2, end=1.5, rewards=rewards))
+    write_rows(path / "events.jsonl", events)
+    distribution, *_ = (chart.data for chart in reward_charts(RunFiles(path)) if chart)
+    assert len(distribution) == 6
+    assert sum(band["y"][0] for band in distribution) == pytest.approx(1.0)
 
 
 def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ They come from `verify` events, so that groups count that no batch trained; thos
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -31,8 +32,10 @@ def groups_by_step(run: RunFiles, *, watched: str = "") -> dict[int, list[Reward
     Args:
         watched: A verifier of `reward_watch`, in place of the trained reward.
     """
-    published = sorted(event["time"] for event in run.events if event["kind"] == "published")
-    first = next((row["step"] for row in run.metrics), 1)
+    known = (event for event in run.events if event["kind"] == "published" and event.get("version") is not None)
+    published = sorted((event["time"], event["version"]) for event in known)
+    times, steps = [time for time, _ in published], [version for _, version in published]
+    steps.insert(0, steps[0] - 1 if steps else 0)
     found = dict[int, list[Rewards]]()
     for event in run.events:
         if event["kind"] != "verify":
@@ -41,7 +44,7 @@ def groups_by_step(run: RunFiles, *, watched: str = "") -> dict[int, list[Reward
         if watched:
             rewards = list(numbers(table(event.get("watched")).get(watched)).values())
         if rewards:
-            found.setdefault(first - 1 + bisect.bisect(published, event["end"]), []).append(rewards)
+            found.setdefault(steps[bisect.bisect(times, event["end"])], []).append(rewards)
     return dict(sorted(found.items()))
 
 
@@ -70,18 +73,24 @@ def reward_charts(run: RunFiles) -> Iterator[Chart | None]:
     yield pass_chart(recent)
 
 
-def _edges(by_step: dict[int, list[Rewards]]) -> Sequence[float]:
-    """Return the edges of the bins; none where each value gets a band."""
-    values = {reward for groups in by_step.values() for group in groups for reward in group}
-    return np.linspace(min(values), max(values), _MOST_VALUES + 1).tolist() if len(values) > _MOST_VALUES else ()
+def _edges(by_step: dict[int, list[Rewards]]) -> list[float]:
+    """Return the different values, or the edges of the bins if they are too many."""
+    values = sorted({reward for groups in by_step.values() for group in groups for reward in group})
+    return np.linspace(values[0], values[-1], _MOST_VALUES + 1).tolist() if len(values) > _MOST_VALUES else values
 
 
-def _counts(groups: Sequence[Rewards], edges: Sequence[float]) -> Counter[str]:
-    rewards = [reward for group in groups for reward in group]
-    if not edges:
-        return Counter(f"{reward:.3g}" for reward in rewards)
+def _counts(groups: Sequence[Rewards], edges: list[float]) -> Counter[str]:
+    rewards, texts = [reward for group in groups for reward in group], _apart(edges)
+    if len(edges) <= _MOST_VALUES:
+        return Counter(texts[edges.index(reward)] for reward in rewards)
     counts, _ = np.histogram(rewards, bins=edges)
-    return Counter({f"{edges[at]:.3g} to {edges[at + 1]:.3g}": int(count) for at, count in enumerate(counts)})
+    return Counter({f"{low} to {high}": int(count) for (low, high), count in zip(pairwise(texts), counts, strict=True)})
+
+
+def _apart(values: Sequence[float]) -> list[str]:
+    """Return values with as few digits as keep them apart, at least three."""
+    texts = ([f"{value:.{digits}g}" for value in values] for digits in range(3, 18))
+    return next(found for found in texts if len(set(found)) == len(found))
 
 
 def pass_chart(recent: dict[int, list[Rewards]], *, title: str = "pass@k") -> Chart | None:
