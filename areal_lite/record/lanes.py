@@ -89,7 +89,7 @@ def steps_before_gaps(events: Iterable[Event]) -> set[int]:
 
 
 class Slicer:
-    """Turns the events of one lane, in order of time, into slices; one left open by a kill is left out."""
+    """Turns the events of one lane, in order of time, into slices; one left open by a kill or a loss is left out."""
 
     def __init__(self) -> None:
         self._begun: Event | None = None
@@ -104,6 +104,8 @@ class Slicer:
                 found, self._begun = Slice(kind, begun["time"], event["time"], str(label)), None
         if event["kind"] in _SLICES:
             self._begun = event
+        elif event["kind"] == "lost":
+            self._begun = None
         return found
 
 

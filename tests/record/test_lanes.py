@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_lite import events as events_module
 from areal_lite.events import Event, EventBuffer, clock_variables
-from areal_lite.record.lanes import LaneClocks
+from areal_lite.record.lanes import LaneClocks, slices
 
 LANE = "rollout/0"
 
@@ -75,6 +75,12 @@ def test_readings_in_between_change_nothing(moments: list[float]) -> None:
         for moment in moments:
             clock.read(moment)
     assert clock.read(20.0)[LANE] == pytest.approx(TOTALS)
+
+
+def test_a_pause_in_which_a_worker_was_lost_is_no_pause() -> None:
+    """Seen failing with one until the worker was back."""
+    log = events((10.0, "pause"), (11.0, "lost"), (50.0, "resumed"), (60.0, "pause"), (61.0, "resumed"))
+    assert [(found.start, found.end) for found in slices(log)] == [(60.0, 61.0)]
 
 
 # --- the event buffer ---
