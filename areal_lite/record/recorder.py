@@ -358,8 +358,10 @@ def _age_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _parity_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the worst of all rows, also where it is infinite."""
     names = [f"parity_{kind}_abs_logprob_diff" for kind in _PARITY]
-    return {name: max(_known(rows, name), default=None) for name in names}
+    known = {name: [row[name] for row in rows if isinstance(row.get(name), float)] for name in names}
+    return {name: max(values, default=None) for name, values in known.items()}
 
 
 def _known(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
@@ -441,6 +443,8 @@ def _never_fatal() -> Iterator[None]:
 
 def _finite(value: Any) -> Any:
     """Return what JSON can hold: null for NaN, the largest float for infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else math.copysign(sys.float_info.max, value)

@@ -6,9 +6,9 @@ version: the row or file that does not have the expected shape is left out and n
 
 import contextlib
 import json
-import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -95,13 +95,10 @@ _EVENT_SHAPES = {
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, or None in place of anything else."""
+    """Return a finite number, or None in place of anything else, such as the largest float: it stands for infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if abs(value) < sys.float_info.max else None
 
 
 def numbers(values: Any) -> dict[str, float]:

@@ -131,17 +131,19 @@ def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: OnlineRe
 def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: OnlineRecorder, folder: RunFolder) -> None:
     """A parity that is infinite or NaN must not look like one that was not measured.
 
-    Seen failing with NaN written as it is, with infinity as null (the summary then named no parity at all), and with
-    a NaN parity as null.
+    Seen failing with NaN written as it is, alone and within a mapping, with infinity as null (the summary then named no
+    parity at all), and with a NaN parity as null.
     """
     note_parity(recorder, math.inf)
-    do_step(recorder, 1, loss=math.nan, behav_prox_max_abs_diff_age0=math.inf, grad_norm=-math.inf)
+    changes = {"behav_prox_max_abs_diff_age0": math.inf, "grad_norm": -math.inf, "loss_metrics": {"a": math.nan}}
+    do_step(recorder, 1, loss=math.nan, **changes)
     note_parity(recorder, math.nan)
     do_step(recorder, 2)
     recorder.summary("done", ledger={})
     row, second = folder.read("metrics.jsonl")
     assert second["parity_max_abs_logprob_diff"] == sys.float_info.max
-    assert row["loss"] is None
+    assert row["loss"] is row["loss_metrics"]["a"] is None
+    assert "NaN" not in (folder.path / "metrics.jsonl").read_text()
     assert row["behav_prox_max_abs_diff_age0"] == row["parity_max_abs_logprob_diff"] == sys.float_info.max
     assert row["grad_norm"] == -sys.float_info.max
     assert read_json(folder, "summary.json")["parity_max_abs_logprob_diff"] == sys.float_info.max

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,9 +196,14 @@ def test_what_a_model_writes_cannot_leave_its_place(pages: dict[str, Path]) -> N
 
 
 def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
-    """JSON as browsers read it has no NaN. Seen failing with figures taken as they are: text on an axis."""
+    """JSON as browsers read it has no NaN, and the largest float stands for infinity.
+
+    Seen failing with figures taken as they are: text on an axis, and an OverflowError in the mean of two such norms.
+    """
     run = make_run(tmp_path / "run")
-    (run / "metrics.jsonl").open("a").write('{"step": 13, "loss": NaN, "entropy": "low", "ledger": null}\n')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": NaN, "entropy": "low", "ledger": null}\n')
+        file.writelines(f'{{"step": {step}, "grad_norm": {sys.float_info.max}}}\n' for step in (14, 15))
     charts = data_of(write_report(run))["charts"]
     curves = [trace["y"] for chart in charts for trace in chart["data"] if trace["type"] == "scatter"]
     assert curves
