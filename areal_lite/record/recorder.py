@@ -454,8 +454,9 @@ def commit_of_code() -> str | None:
     """Return AREAL_LITE_COMMIT, else the commit of the checkout that this code runs from, marked if it was edited."""
     if named := os.environ.get("AREAL_LITE_COMMIT"):
         return named
-    command, here = ["git", "describe", "--always", "--dirty", "--exclude=*"], Path(__file__).parent
+    root = Path(__file__).parents[2]  # never that of a user's repository around an environment
+    command = ["git", f"--git-dir={root}/.git", f"--work-tree={root}", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip() or None
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     except OSError:  # there is no git
         return None

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -17,9 +18,10 @@ from run_folders import new_run_folder, save_run
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
+from areal_lite.record import recorder as recorder_module
 from areal_lite.record.lanes import between_publications
 from areal_lite.record.metrics import METRICS
-from areal_lite.record.recorder import OnlineRecorder
+from areal_lite.record.recorder import OnlineRecorder, commit_of_code
 from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Prompt, Score
@@ -147,6 +149,21 @@ def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: Onli
     assert row["behav_prox_max_abs_diff_age0"] == row["parity_max_abs_logprob_diff"] == sys.float_info.max
     assert row["grad_norm"] == -sys.float_info.max
     assert read_json(folder, "summary.json")["parity_max_abs_logprob_diff"] == sys.float_info.max
+
+
+def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or worktree, whose `.git` is a file. Seen failing with that of a user's repository around the environment."""
+    git, tree = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@here"], tmp_path / "tree"
+    for words in (["init"], ["commit", "--allow-empty", "-m", "first"], ["worktree", "add", str(tree)]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    monkeypatch.delenv("AREAL_LITE_COMMIT", raising=False)
+    found = list[str | None]()
+    for root in (tmp_path, tree, tmp_path / "venv"):
+        (root / "areal_lite" / "record").mkdir(parents=True)
+        monkeypatch.setattr(recorder_module, "__file__", str(root / "areal_lite" / "record" / "recorder.py"))
+        found.append(commit_of_code())
+    assert found[0] == found[1] is not None
+    assert found[2] is None
 
 
 # --- figures ---
