@@ -209,10 +209,15 @@ def missing_steps(steps: Iterable[int]) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; a link keeps pointing to it, and a pipe or device gets the content."""
+    data = content.encode(errors="replace") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.tmp")
     remove(temporary)
-    temporary.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+    temporary.write_bytes(data)
     os.replace(temporary, path)
 
 

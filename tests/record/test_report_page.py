@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from report_builders import HOSTILE, make_offline_run, make_run, write_rows
 from areal_lite.launch.commands.main import main
 from areal_lite.record.report import write_bench, write_comparison, write_report
 from areal_lite.record.report.charts import MAX_POINTS
+from areal_lite.record.run_files import write_whole
 
 EVENTS_AND_METRICS = ("events.jsonl", "metrics.jsonl")
 
@@ -187,6 +189,19 @@ def test_a_longer_run_makes_no_longer_page(tmp_path: Path) -> None:
     steps = [row["step"] for row in data["samples"]]
     assert 500_000 < len(json.dumps(data["samples"])) < 1_100_000
     assert (steps[0], steps[-1] > 900) == (1, True)
+
+
+def test_a_page_goes_to_where_a_link_points_and_into_a_pipe(tmp_path: Path) -> None:
+    """Seen failing with both replaced by a file; so was a device, by root."""
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("page")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_whole(path, "new")
+    assert ((tmp_path / "page").read_text(), link.is_symlink()) == ("new", True)
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
 
 
 def test_what_a_model_writes_cannot_leave_its_place(pages: dict[str, Path]) -> None:
