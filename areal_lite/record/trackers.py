@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -144,11 +145,13 @@ class _MlFlow:
             run = self._client.create_run(mlflow.set_experiment(title).experiment_id, run_name=folder.name)
             number.write_text(run.info.run_id)
         self._id = number.read_text()
+        self._client.update_run(self._id, status="RUNNING")  # a resumed one has ended before
         self._client.log_artifact(self._id, str(folder / "config.json"))
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._client.log_metric(self._id, name, value, step=row["step"])
+            allowed = re.sub(r"[^\w./ :-]", "_", name)  # another name would lose all figures behind it
+            self._client.log_metric(self._id, allowed, value, step=row["step"])
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         columns = map(list, zip(*samples, strict=True))

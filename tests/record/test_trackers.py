@@ -26,7 +26,7 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.record.trackers import PrometheusPage, open_trackers
 from areal_lite.types import Group, Prompt
 
-STATS = {"age_histogram": {0: 3}, "reward_mean": 0.5, "tokens_trained": 3}
+STATS = {"age_histogram": {0: 3}, "reward_by_source": {"a, b": 0.5}, "reward_mean": 0.5, "tokens_trained": 3}
 GROUP = Group(
     group_id="g#0",
     prompt=Prompt(prompt_id="g", text="1+1=?", token_ids=(1,), answer="2", row={}),
@@ -122,7 +122,11 @@ def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
 @pytest.mark.trackers
 def test_a_resumed_run_is_one_of_mlflow(tmp_path: Path, mlflow_store: Any) -> None:
-    """Its figures by group, its samples as one table, its recipe. Seen failing with a new run for each start."""
+    """Its figures by group, its samples as one table, its recipe.
+
+    Seen failing with a new run for each start, with one that stayed finished, and with no figure after one whose name
+    MLflow refuses.
+    """
     two_steps(tmp_path, "mlflow")
     (experiment,) = mlflow_store.search_experiments(filter_string="name = 'areal-lite'")
     (run,) = mlflow_store.search_runs([experiment.experiment_id])
@@ -134,6 +138,9 @@ def test_a_resumed_run_is_one_of_mlflow(tmp_path: Path, mlflow_store: Any) -> No
         Path(mlflow_store.download_artifacts(run.info.run_id, "samples.json", str(tmp_path))).read_text()
     )
     assert [row[:2] for row in table["data"]] == [[1, "1+1=?"], [2, "1+1=?"]]
+    assert mlflow_store.get_run(run.info.run_id).data.metrics["reward/reward_by_source/a_ b"] == 0.5
+    recorder(tmp_path, "mlflow")
+    assert mlflow_store.get_run(run.info.run_id).info.status == "RUNNING"
 
 
 @pytest.mark.trackers
