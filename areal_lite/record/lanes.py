@@ -14,7 +14,10 @@ from areal_lite.events import Event
 from areal_lite.record.run_files import number
 
 GAP = "gap"
-"""The run was not alive from this event on, until each lane's next one: such time is part of no share."""
+"""The run was not alive from this event on, until each lane's next one: such time is part of no share.
+
+As a state, also that of a worker which is no part of the run any more.
+"""
 
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
@@ -23,7 +26,7 @@ _STATES = {
     "pause": "pausing", "drain": "draining", "paused": "transferring", "update_received": "reloading",
     "update_loaded": "stamping", "resumed": "generating", "lost": "lost",
     "wait": "waiting", "train": "training", "trained": "publishing", "published": "other", GAP: GAP,
-    "running": "",
+    "running": "", "scaled": GAP,
 }  # fmt: skip
 """The state of a worker or of the trainer after an event; "" keeps the state. A lost worker neither idles nor works."""
 
@@ -146,11 +149,13 @@ class LaneClocks:
             lane = lane_of(event)
             if kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
                 self._now.setdefault(lane, ("generating", 0, time))
-            for one in self._now if kind == GAP else self._now.keys() & {lane}:
+            for one in self._now if kind == GAP else self._now.keys() & {lane, *event.get("dismissed", ())}:
                 self._totals[one] = self._reading(one, time)
                 state, running, since = self._now[one]
                 state = _STATES.get(kind, state) or ("generating" if state == GAP else state)
-                running = event.get("n", 0) if kind in ("running", "lost", GAP) else running
+                if event.get("state") == "dead":
+                    state = GAP
+                running = event.get("n", 0) if kind in ("running", "lost", "scaled", GAP) else running
                 self._now[one] = state, running, max(time, since)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
@@ -229,5 +234,5 @@ class Stretch:
 
     def share(self, *states: str, lane: str | None = None) -> float:
         """Return the share of time in some states: of one lane, or the workers' mean."""
-        shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
+        shares = [found for one in ([lane] if lane else self.workers) if (found := self.shares(one))]
         return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)

@@ -300,12 +300,11 @@ class OnlineRecorder(Recorder):
         """Return the work per second, and the share of slots in use, from an earlier moment to the last."""
         seconds = max(self._last.time - since.time, 1e-9)
         lanes = Stretch(since.lanes, self._last.lanes)
-        # Of the workers that the run has now: those of earlier starts spent no time.
-        slot_seconds = self._config.rollout.slots * sum(sum(lanes.seconds(lane).values()) for lane in lanes.workers)
+        worker_s = sum(sum(lanes.seconds(name).values()) for name in lanes.workers)
         return {
             "samples_per_s": self._config.samples_per_step / seconds,
             "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
-            "rollout_occupancy": lanes.spent("slot_seconds") / max(slot_seconds, 1e-9),
+            "rollout_occupancy": lanes.spent("slot_seconds") / max(worker_s * self._config.rollout.slots, 1e-9),
         }
 
 

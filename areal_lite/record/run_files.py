@@ -87,6 +87,7 @@ _EVENT_SHAPES = {
     "published": shape(version=int | None),
     "lost": shape(worker=str),
     "rejoined": shape(worker=str),
+    "scaled": shape(dismissed=list[str]),
     "eval": shape(step=int, start=float | None, rewards=_Figures | None),
     "checkpoint": shape(start=float | None),
     "settings": shape(step=int, was=Row),

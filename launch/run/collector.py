@@ -127,8 +127,7 @@ class Collector:
                 # A verifier's death ends the run, with this message.
                 if state is not State.DEAD or not name.startswith(Role.VERIFIER):
                     self._view.print(f"{name} died ({reason}); {outcome}", style="yellow")
-                if state is State.RESTARTING:
-                    self._keep_counts(name)
+                self.keep_counts(name)
             elif state is State.JOINING:
                 self._own[-1].emit("joining", worker=name)
             else:
@@ -136,8 +135,8 @@ class Collector:
                 verb = "is back" if self._cluster.restarts.has_restarted(name) else "has joined"
                 self._view.print(f"{name} {verb}")
 
-    def _keep_counts(self, worker: str) -> None:
-        """Keep a lost worker's counts beside its successor's; it has no work in progress any more."""
+    def keep_counts(self, worker: str) -> None:
+        """Keep a lost or dismissed worker's counts beside its successor's; it has no work in progress any more."""
         gauges = self._gauges.pop(worker, {})
         ended = {name: figures | {"busy": 0, "waiting": 0} for name, figures in gauges.get("verifiers", {}).items()}
         self._gauges[f"{worker}, lost at {time.monotonic()}"] = gauges | {"verifiers": ended}

@@ -183,6 +183,8 @@ class OnlineController(Controller):
         if self._wanted:
             started, dismissed = self._cluster.scale(self._wanted)
             self._wanted = {}
+            for name in dismissed:
+                self._collector.keep_counts(name)
             self._controller_lane.emit("scaled", started=started, dismissed=dismissed)
             self._view.print(f"starting {', '.join(started) or 'none'}, dismissing {', '.join(dismissed) or 'none'}")
 

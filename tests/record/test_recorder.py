@@ -242,6 +242,25 @@ def test_shares_lie_between_the_first_and_the_last_step(recorder: OnlineRecorder
 
 
 @pytest.mark.parametrize(
+    "ids", [("scaled", {"dismissed": ["rollout/1"]}), ("lost", {"worker": "rollout/1", "state": "dead"})]
+)
+def test_a_worker_that_has_left_is_in_no_share(
+    recorder: OnlineRecorder, clock: FakeClock, ids: tuple[str, dict[str, Any]]
+) -> None:
+    """Two ran all slots until 4 s, then one half of them. Seen failing with the other's slots counted on."""
+    recorder.feed([event(0.0, f"rollout/{number}", "running", n=4) for number in range(2)])
+    recorder.feed([event(4.0, "controller", ids[0], **ids[1]), event(4.0, "rollout/0", "running", n=2)])
+    rows = []
+    for step, clock.now in ((1, BEGIN + 4), (2, BEGIN + 8), (3, BEGIN + 12)):
+        rows.append(do_step(recorder, step))
+    assert [row["rollout_occupancy"] for row in rows[1:]] == pytest.approx([0.5, 0.5])
+    recorder.feed([event(12.0, "rollout/0", "running", n=0)])
+    clock.now = BEGIN + 20
+    do_step(recorder, 4)
+    assert recorder.shares()["rollout_idle_fraction"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
     ("steps", "first", "last"), [(1, 1, 1), (2, 1, 2), (12, 1, 12), (30, 2, 29), (100, 5.5, 95.5), (300, 5.5, 295.5)]
 )
 def test_rewards_of_both_ends_are_means_of_a_tenth_of_the_steps(
