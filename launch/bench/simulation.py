@@ -16,10 +16,10 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from areal_lite.config.section import Section
 from areal_lite.launch.bench.modes_figures import measured_steps
@@ -66,14 +66,18 @@ class Inputs(Section):
     """standard deviation of the logarithm of a length"""
     longest: int = Field(2048, ge=1, le=_LONGEST)
     """tokens at which a completion is cut off"""
-    lengths: Mapping[int, int] = Field(default_factory=dict)
+    lengths: Mapping[Annotated[int, Field(ge=1, le=_LONGEST)], PositiveInt] = Field(default_factory=dict)
     """completions by length, of a run, in place of median and sigma"""
-    equal_rewards: float = Field(0.0, ge=0, le=1)
+    equal_rewards: float = Field(0.0, ge=0, lt=1)
     """share of groups whose rewards are all equal"""
     gpus: int = Field(0, ge=0)
     """of all engines and ranks, for the cost"""
     price_per_gpu_hour: float = Field(0.0, ge=0)
     """0 = unknown"""
+
+    def _problems(self) -> Iterable[str]:
+        if not self.decode_s + self.decode_sample_s + self.decode_context_s:
+            yield "a decoding step takes no time: set decode_s, decode_sample_s or decode_context_s above 0"
 
     def draw(self, rng: np.random.Generator) -> Iterator[Any]:
         """Yield blocks of lengths without end."""

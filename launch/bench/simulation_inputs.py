@@ -76,10 +76,10 @@ def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
         raise CheckpointError(f"--from needs a run of areal-lite train, got one of offline training in {folder}")
     published = [event["time"] for event in events if event["kind"] == "published"]
     lengths = Counter(sample_lengths(events))
-    if len(published) < 3 or not lengths:
+    if min(len(published), len(rows)) < 3 or not lengths:
         raise CheckpointError(
-            f"--from needs a run of at least 3 steps with its events, got {len(published)} publications and "
-            f"{lengths.total()} samples in {folder}. Fix: name a finished run's folder"
+            f"--from needs a run of at least 3 steps with its events, got {len(rows)} steps, {len(published)} "
+            f"publications and {lengths.total()} samples in {folder}. Fix: name a finished run's folder"
         )
     stretch = Stretch(reading(events, published[0]), reading(events, published[-1]))
     steps = len(published) - 1

@@ -172,7 +172,10 @@ def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None:
-    """A grid over a profile's GPUs: the fastest settings, all rows in the file; wrong input ends in a sentence."""
+    """A grid over a profile's GPUs: the fastest settings, all rows in the file; wrong input ends in a sentence.
+
+    Seen failing with simulations without end, and with tracebacks of numpy.
+    """
     profile = tmp_path / "profile.yaml"
     profile.write_text("nodes: 1\ngpus_per_node: 4\n")
     words = ["simulate", "gsm8k_1node", "model.path=Qwen/Qwen3-1.7B", "queue.groups_per_step=4", "--profile"]
@@ -193,6 +196,10 @@ def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None
         (["--assume", "decode=1"], "decode"),
         (["--from", str(tmp_path)], "config.json"),
         (["--gpu", "H1000"], "--gpu must be one of"),
+        (["objective.preset=dapo", "--assume", "equal_rewards=1"], "equal_rewards: input should be less than 1, got 1"),
+        ([word for name in ("", "_sample", "_context") for word in ("--assume", f"decode{name}_s=0")], "above 0"),
+        (["--assume", "lengths={10: 0}"], "lengths.10: input should be greater than 0, got 0"),
+        (["--assume", "lengths={2000000: 1}"], "less than or equal to 1048576, got"),
     ):
         failed = CliRunner().invoke(app, [*words, str(profile), *wrong])
         assert failed.exit_code == 1
