@@ -114,7 +114,10 @@ def test_a_watched_run_is_drawn_against_its_kl_or_else_over_steps(tmp_path: Path
 
 
 def test_the_calibration_of_choices_is_drawn(tmp_path: Path) -> None:
-    """Three of four choose right, then all choose wrong. Seen failing with the trained reward as what is right."""
+    """Three of four choose right, then all choose wrong; not with arguments that this version refuses.
+
+    Seen failing with the trained reward as what is right, and with a traceback of pydantic.
+    """
     run = make_run(tmp_path / "run", settings={"verifier": {"function": "multiple_choice"}})
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     for event in events:
@@ -127,6 +130,10 @@ def test_the_calibration_of_choices_is_drawn(tmp_path: Path) -> None:
     charts = [{line.get("name"): line["y"] for line in one["data"]} for one in data_of(write_report(run))["charts"]]
     drawn = [lines for lines in charts if "right" in lines]
     assert drawn == [{"share of its samples": [0.75, 1.0], "right": [1.0, 0.0]}]
+    config = json.loads((run / "config.json").read_text())
+    config["verifier"]["arguments"] = {"letters": 4}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "calibration" not in write_report(run).read_text()
 
 
 def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def _calibration(run: RunFiles) -> Chart | None:
     found = [section for section in sections if section.get("function") == "multiple_choice"]
     if not found:
         return None
-    score = find_function("multiple_choice", kind="verifier")(**table(found[0].get("arguments")))
+    try:
+        score = find_function("multiple_choice", kind="verifier")(**table(found[0].get("arguments")))
+    except ValueError:  # arguments of another version
+        return None
     sure, right = dict[float, list[float]](), dict[float, list[float]]()
     for row in run.samples:
         texts = [str(sample.get("text")) for sample in row.get("samples") or ()]
