@@ -38,9 +38,16 @@ def run(main: Callable[..., None]) -> None:
 
 
 def split_words(words: Sequence[str] | None, *, default: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the recipes, `default` where none is named, and the settings that follow them."""
+    """Return the recipes, `default` where none is named, and the settings that follow them.
+
+    Raises:
+        ConfigError: Several recipes, where the default is one.
+    """
     given = words or []
-    return [word for word in given if "=" not in word] or list(default), [word for word in given if "=" in word]
+    recipes = [word for word in given if "=" not in word] or list(default)
+    if len(default) == 1 and len(recipes) > 1:
+        raise ConfigError(f"expected one recipe, got {', '.join(recipes)}. Fix: run the benchmark once for each")
+    return recipes, [word for word in given if "=" in word]
 
 
 class Size(NamedTuple):

@@ -137,7 +137,10 @@ def test_agents_and_the_workflow_hold_the_same_dialogue(tmp_path: Path, monkeypa
 
 
 def test_trl_and_ours_are_compared_by_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins train: ours takes 0.5 s a step, TRL 1 s. Seen failing with ours over TRL's time."""
+    """Stand-ins train: ours takes 0.5 s a step, TRL 1 s.
+
+    Seen failing with ours over TRL's time, and with a traceback for two recipes.
+    """
     grpo: list[dict[str, Any]] = []
 
     def learn(step_s: float, steps: int) -> peers_trl.Learning:
@@ -162,6 +165,8 @@ def test_trl_and_ours_are_compared_by_the_same_steps(tmp_path: Path, monkeypatch
     assert [row[-1] for row in shown(tmp_path, "peers speed")] == ["2.00", "2.00", "1.00"]
     with pytest.raises(ConfigError, match=r"compares recipes with"):
         bench_peers.main(["mixed_cpu"], out=tmp_path)
+    with pytest.raises(ConfigError, match=r"expected one recipe, got arith_cpu, longtail_cpu"):
+        bench_peers.main(["arith_cpu", "longtail_cpu"], out=tmp_path)
 
 
 def test_generate_ends_every_row_at_its_length_and_no_sooner(tmp_path: Path) -> None:
