@@ -22,8 +22,8 @@ class Paired(NamedTuple):
     worse: int
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of a mean of at least one value: Wilson's where each is 0 or 1, else normal.
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a mean: Wilson's where each value is 0 or 1, else normal; None for one such value.
 
     Wilson's (1927) has a width even where all values are equal:
 
@@ -35,12 +35,14 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
         centre, half = mean + Z**2 / (2 * count), Z * math.sqrt(mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
         low, high = ((centre + sign * half) / (1 + Z**2 / count) for sign in (-1, 1))
         return max(0.0, low), min(1.0, high)
+    if count == 1:
+        return None
     half = Z * _standard_error(values)
     return mean - half, mean + half
 
 
 def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Paired | None:
-    """Compare values of the rows that both have, by row; None where there are none.
+    """Compare values of the rows that both have, by row; None for fewer than two.
 
     Pairs take out how hard each row is: the interval is that of the mean of the rows' own differences.
 
@@ -48,7 +50,7 @@ def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Paired | 
     (2, 0.5)
     """
     changes = [after[row] - before[row] for row in before if row in after]
-    if not changes:
+    if len(changes) < 2:
         return None
     mean, half = statistics.fmean(changes), Z * _standard_error(changes)
     better, worse = (sum(sign * change > 0 for change in changes) for sign in (1, -1))
@@ -67,4 +69,4 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.stdev(values) / math.sqrt(len(values))

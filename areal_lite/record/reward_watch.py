@@ -71,7 +71,7 @@ def _shown(evaluations: Mapping[int, Row], name: str, step: int) -> tuple[int, P
     best = max(means, key=lambda at: means[at])
     rewards = [numbers(evaluations[at].get("rewards")) for at in (best, step)]
     rise, fall = paired(*rewards), paired(watched[best], watched[step])
-    if rise is None or fall is None or min(rise.rows, fall.rows) < 2 or not rise.low > 0 > fall.high:
+    if rise is None or fall is None or not rise.low > 0 > fall.high:
         return None
     return best, rise, fall
 

@@ -64,11 +64,8 @@ def eval_model(
         rewards = [row["reward"] for row in summary["results"] if row["reward"] is not None]
         called = mean_called(rewards, before=[before])
         failures = f", {num_failed} could not be scored" if num_failed else ""
-        low, high = reward["interval"]
-        console.print(
-            f"held-out {called}, greedy: {reward['mean']:.3f}, 95 % interval {low:.3f} to {high:.3f} "
-            f"({len(rewards)} problems{failures})"
-        )
+        interval = ", 95 % interval {:.3f} to {:.3f}".format(*reward["interval"]) if reward["interval"] else ""
+        console.print(f"held-out {called}, greedy: {reward['mean']:.3f}{interval} ({len(rewards)} problems{failures})")
     show(summary, console)
     if json_path is not None:
         json_path.write_text(json.dumps({"model": model} | summary, indent=1) + "\n")

@@ -45,7 +45,8 @@ def summarise(cases: Sequence[Case], *, wall_s: float = 0.0, gauges: Mapping[str
     Returns:
         `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`.
         `reward` is None where nothing was scored, else `mean, interval, min, max, ones, zeros`: `interval` is that of
-        95 % of the mean, `ones` and `zeros` are shares. `lowest` has no case with the best reward.
+        95 % of the mean, or None (`mean_interval`), `ones` and `zeros` are shares. `lowest` has no case with the best
+        reward.
         `results` holds every case with a reply, and its total reward.
     """
     results: list[dict[str, Any]] = []
@@ -90,14 +91,14 @@ def show_comparison(*files: Path, console: Console) -> None:
     """Print the paired difference between two files of `areal-lite eval --json`, and the rows that changed.
 
     Raises:
-        DataError: A file cannot be read, or they have no row in common.
+        DataError: A file cannot be read, or they have fewer than two rows in common.
     """
     before, after = map(_rewards_by_row, files)
     old, new = ({row: found["reward"] for row, found in side.items()} for side in (before, after))
     if (pairs := paired(old, new)) is None:
         raise DataError(
-            f"--compare needs two evaluations of the same rows, got {files[0]} and {files[1]} without a scored prompt "
-            "in common. Fix: evaluate both models with the same recipe"
+            f"--compare needs two evaluations of the same rows, got {files[0]} and {files[1]} with fewer than two "
+            "scored prompts in common. Fix: evaluate both models with the same recipe"
         )
     means = (fmean(rewards[row] for row in old if row in new) for rewards in (old, new))
     console.print(

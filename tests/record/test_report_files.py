@@ -156,7 +156,8 @@ def test_rewards_that_hardly_differ_have_bands_of_their_own(
 def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     """From pairs, 0.5 +- 0.566, so that four rows show nothing; and with what went wrong, by count.
 
-    Seen failing with "yes" for every rise, and with a lost worker that nobody mentions.
+    Seen failing with "yes" for every rise, for that of a single row too, with a lost worker that nobody mentions, and
+    with "? held-out rows" of an offline run.
     """
     path = make_run(tmp_path / "run")
 
@@ -189,9 +190,18 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
         "look at this",
         ["done: 12 of 100 steps", "workers lost: 1"],
     )
-    offline = cards(make_offline_run(tmp_path / "dpo"))
+    rows = [row | {"rewards": {"a": float(row["step"] > 0)}} if row["kind"] == "eval" else row for row in rows]
+    write_rows(path / "events.jsonl", rows)
+    assert cards(path)["Did it learn?"][0] == "not measured", "one row may have changed by chance"
+    path = make_offline_run(tmp_path / "dpo")
+    offline = cards(path)
     assert offline["Did it learn?"][0] == "not measured"
     assert list(offline) == ["Did it learn?", "How sure is that?", "Is it healthy?", "What did it cost?"]
+    errors = {"standard_errors": {"accuracy": 0.1}}
+    rows = [event(0.0, "controller", "eval", step=step, figures={"accuracy": 0.1 * step}, **errors) for step in (0, 4)]
+    write_rows(path / "events.jsonl", rows)
+    facts = ["95 % interval of the change of +0.400", "one seed: another may differ by more"]
+    assert cards(path)["How sure is that?"] == ("+0.123 to +0.677", facts)
 
 
 def test_failures_are_counted_once(tmp_path: Path) -> None:

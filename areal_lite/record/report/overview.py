@@ -78,7 +78,7 @@ def _change(figure: str, first: Row, last: Row) -> tuple[float, float, list[str]
         return pairs.low, pairs.high, [f"{pairs.rows} held-out rows in pairs", better]
     errors = [number(table(row.get("standard_errors")).get(figure)) or 0.0 for row in (first, last)]
     change, half = last[figure] - first[figure], Z * math.hypot(*errors)
-    rows = [f"{last.get('problems', '?')} held-out rows, not in pairs"]
+    rows = [f"{last['problems']} held-out rows, not in pairs"] if "problems" in last else []
     return (change - half, change + half, rows) if half else None
 
 
