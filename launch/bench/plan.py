@@ -130,6 +130,8 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
     if plan.runs:
         axes.append(list(plan.runs.items()))
     for key, values in plan.grid.items():
+        if not values:
+            raise ConfigError(f"grid.{key} must have values, got none. Fix: list some, or leave it out")
         field = key.rpartition(".")[2]
         labelled = values.items() if isinstance(values, dict) else [(f"{field}-{value}", value) for value in values]
         axes.append([(label, {key: value}) for label, value in labelled])

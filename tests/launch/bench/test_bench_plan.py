@@ -66,9 +66,11 @@ def test_a_grid_crosses_its_axes_and_seeds_come_last() -> None:
         ({"runs": {"a": {"trainer.lrr": 1}}}, "run a: unknown key trainer.lrr; did you mean trainer.lr"),
         ({"runs": {"a": {}, "b": {"trainer.lr": -1}}}, "run b: trainer.lr: .*greater than 0, got -1"),
         ({"runs": {"a": {"run.dir": "/somewhere"}}}, r"run a: run.dir and run.resume are set by the benchmark"),
+        ({"runs": {}, "grid": {"queue.max_staleness": {}}}, r"grid.queue.max_staleness must have values, got none"),
     ],
 )
 def test_every_mistake_in_a_plan_is_found_before_anything_starts(fields: dict[str, Any], message: str) -> None:
+    """Seen failing with an axis without values: nothing ran, and the table was empty."""
     with pytest.raises(ConfigError, match=message):
         planned_runs(make_plan(**fields))
 
