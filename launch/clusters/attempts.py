@@ -111,7 +111,8 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     """Return the script of the command itself.
 
     Args:
-        attempt: From 1; a later one resumes from the run folder's latest checkpoint, where there is one.
+        attempt: From 1; a later one resumes from the run folder's latest checkpoint, where there is one. Until the
+            job has saved one itself, `run.resume_from` still counts.
         env: Of the Ray cluster that was started for it.
     """
     words, profile, folder = job.words, job.profile, job.run_folder
@@ -120,8 +121,11 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     if profile.nodes > 1:
         ports = profile.port_range  # the first half is Ray's
         settings = {"run.network": profile.network, "run.ports": f"{ports[len(ports) // 2]}-{ports[-1]}"}
-    if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
-        words = [word for word in words if not word.startswith(("run.dir=", "run.resume=", "run.resume_from="))]
+    if folder is not None and attempt > 1 and (saved := whole_checkpoints(folder / "checkpoints")):
+        words = [word for word in words if not word.startswith(("run.dir=", "run.resume="))]
+        began = next((one.began for one in Attempts.read(job).attempts), now())
+        if saved[max(saved)].stat().st_mtime > began:
+            words = [word for word in words if not word.startswith("run.resume_from=")]
         settings["run.resume"] = str(folder)
     elif folder is not None and not any(word.startswith(("run.dir=", "run.resume=")) for word in words):
         settings["run.dir"] = str(folder)

@@ -326,25 +326,31 @@ def test_the_token_is_in_no_list_of_processes(tmp_path: Path) -> None:
         assert held.end() is None
 
 
+GO_BACK = "run.resume={folder} run.resume_from=step-2"
+
+
 @pytest.mark.parametrize(
-    ("attempt", "saved", "words", "last"),
+    ("attempt", "saved", "began", "words", "last"),
     [
-        (1, False, "", "run.dir={folder}"),
-        (2, True, "", "run.resume={folder}"),
-        (2, True, "run.dir={folder}", "run.resume={folder}"),
-        (1, True, "run.resume={folder} run.resume_from=step-2", "run.resume={folder} run.resume_from=step-2"),
-        (2, True, "run.resume={folder} run.resume_from=step-2", "run.resume={folder}"),
+        (1, False, 0.0, "", "run.dir={folder}"),
+        (2, True, 0.0, "", "run.resume={folder}"),
+        (2, True, 0.0, "run.dir={folder}", "run.resume={folder}"),
+        (1, True, 0.0, GO_BACK, GO_BACK),
+        (2, True, 0.0, GO_BACK, "run.resume={folder}"),
+        (2, True, time.time() + 1e6, GO_BACK, "run.resume_from=step-2 run.resume={folder}"),
     ],
 )
 def test_a_later_attempt_goes_on_where_there_is_a_checkpoint(
-    attempt: int, saved: bool, words: str, last: str, tmp_path: Path
+    attempt: int, saved: bool, began: float, words: str, last: str, tmp_path: Path
 ) -> None:
+    """Seen failing with `resume_from` forgotten before the job itself had saved anything: it resumed elsewhere."""
     folder = tmp_path / "runs" / "run-1"
     if saved:
         (folder / "checkpoints" / "step-000002").mkdir(parents=True)
         (folder / "checkpoints" / "step-000002" / "meta.json").touch()
     text = f"train arith_cpu {words.format(folder=folder)}"
-    job = make_job("local", text, folder=str(tmp_path), profile=Profile())
+    job = make_job("local", text, folder=str(tmp_path), profile=Profile()).save()
+    Attempts(attempts=[Attempt(began=began)]).save(job)
     said = attempts.driver_script(job, attempt=attempt)
     given = [word for word in shlex.split(said) if word.startswith(("run.dir=", "run.resume"))]
     assert " ".join(given) == last.format(folder=folder)
