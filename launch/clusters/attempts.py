@@ -36,6 +36,7 @@ from areal_lite.launch.clusters.job import Job, Status, find_kind
 from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes, start_script
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
+from areal_lite.launch.run.view import Stream
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.run_files import iterate_rows, read_summary, write_whole
 
@@ -78,7 +79,8 @@ class Attempts(BaseModel):
 
     def save(self, job: Job) -> None:
         """Write it, whole or not at all."""
-        write_whole(job.files / "attempts.json", json.dumps(self.model_dump(), indent=2) + "\n")
+        with contextlib.suppress(OSError):  # a full disk does not end the job
+            write_whole(job.files / "attempts.json", json.dumps(self.model_dump(), indent=2) + "\n")
 
     def status(self) -> Status:
         """Return where the job stands."""
@@ -199,8 +201,8 @@ def supervise(job: Job) -> int:
 def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
     """Start Ray, run the command, end everything; returns the exit code and the cause of a failure."""
     logs = job.files / f"attempt-{number}"
-    logs.mkdir(parents=True, exist_ok=True)
     try:
+        logs.mkdir(parents=True, exist_ok=True)
         if left := end_leftovers(job):
             raise StallError(f"processes of an earlier attempt must end before another, got {'; '.join(left)}")
         nodes = RayNodes(job, find_kind(job.kind).nodes(job), logs=logs)
@@ -217,7 +219,7 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
         finally:
             for problem in nodes.end():
                 _print(f"not ended: {problem}")
-    except (ArealLiteError, OSError) as error:  # OSError: ssh or srun is missing
+    except (ArealLiteError, OSError) as error:  # OSError: ssh or srun is missing, or the disk is full
         return 1, str(error)
 
 
@@ -326,12 +328,13 @@ def _gather(job: Job, number: int) -> None:
     if job.run_folder is None or not job.run_folder.is_dir():
         return
     own, logs = job.files / f"attempt-{number}", job.run_folder / "logs"
-    own.mkdir(parents=True, exist_ok=True)  # of one that was killed at once
-    shutil.copytree(own, logs / own.name, dirs_exist_ok=True)
-    for path in logs.glob("*.log"):
-        with path.open(errors="replace") as file:
-            node = HOME.search(file.readline())
-        shutil.copy2(path, logs / own.name / "-".join([*(node.groups() if node else ()), path.name]))
+    with contextlib.suppress(OSError):  # a full disk does not end the job
+        own.mkdir(parents=True, exist_ok=True)  # of one that was killed at once
+        shutil.copytree(own, logs / own.name, dirs_exist_ok=True)
+        for path in logs.glob("*.log"):
+            with path.open(errors="replace") as file:
+                node = HOME.search(file.readline())
+            shutil.copy2(path, logs / own.name / "-".join([*(node.groups() if node else ()), path.name]))
 
 
 def _sum_up(job: Job, record: Attempts) -> None:
@@ -349,4 +352,5 @@ def _print(text: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout = Stream(sys.stdout)  # type: ignore[assignment]
     sys.exit(supervise(parse_section(read_yaml(Path(sys.argv[1]), holding="a job"), Job)))

@@ -127,7 +127,7 @@ def end_process(job: Job, shell: Sequence[str], *, log: Path) -> str | None:
     done = ask(*shell, "bash", "-s", text=end)
     if done.returncode:
         return f"{node}: {done.stderr.strip()}"
-    with log.open("a") as file:
+    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk: it would be looked for once more
         file.write(_ENDED)
     return None
 

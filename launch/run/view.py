@@ -35,7 +35,7 @@ class View:
         self, config: Config | OfflineConfig, *, console: Console | None = None, plain_every_s: float = 5.0
     ) -> None:
         self._config, self._console = config, console or Console()
-        self._console.file = _Stream(self._console.file)  # type: ignore[assignment]
+        self._console.file = Stream(self._console.file)  # type: ignore[assignment]
         self._metrics: Sequence[Metric] = OFFLINE_METRICS
         self._bounds: dict[str, float] = {}
         if isinstance(config, Config):
@@ -140,8 +140,8 @@ class View:
         return str(timedelta(seconds=int(left)))
 
 
-class _Stream:
-    """Output whose reader may be gone, such as a closed terminal."""
+class Stream:
+    """Output whose reader may be gone, such as a closed terminal, or whose disk may be full."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -150,11 +150,13 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write what can be written."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush what can be written."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 

@@ -108,6 +108,22 @@ def test_a_job_that_is_started_once_more_goes_on_with_its_record(
     assert json.loads((tmp_path / "runs/run-1/summary.json").read_text())["gpu_hours"] > 9 * 8 / 3600 - 1e-6
 
 
+def test_a_full_disk_does_not_end_a_job(tmp_path: Path) -> None:
+    """Nor does a log that cannot be written. Seen failing with the run ended at the first line of output."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho step 1\n")
+    (tmp_path / "python").chmod(0o755)
+    profile = Profile(enter=f"export PATH={tmp_path}:$PATH")
+    job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=profile).save()
+    for path in (
+        job.files / "attempts.json",
+        tmp_path / "runs/run-1/logs/attempt-1" / f"{os.uname().nodename}-driver.log",
+    ):
+        path.mkdir(parents=True)
+    command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, check=False).returncode == 0
+
+
 def interrupt_when(path: Path) -> threading.Thread:
     def wait() -> None:
         wait_until(path.exists, str(path))
