@@ -209,7 +209,7 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
         try:
             nodes.form(lambda: bool(asked))
             if asked:
-                return INTERRUPTED, "stopped while the nodes joined"
+                return INTERRUPTED, "stopped before the command started"
             if nodes.env:
                 _print(f"Ray on {len(nodes.processes)} nodes, head {nodes.env['RAY_ADDRESS']}")
             if number > 1:
@@ -260,6 +260,7 @@ def catch_signals() -> Iterator[list[int]]:
             asked.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, *NOTICES)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # `launch` has blocked them
     try:
         yield asked
     finally:

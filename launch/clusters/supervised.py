@@ -14,6 +14,7 @@ from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, end_leftovers
 from areal_lite.launch.clusters.job import Job, Kind, Status
+from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.record.writer import find_process
 
 
@@ -23,7 +24,8 @@ class Supervised(Kind):
     def submit(self, job: Job) -> str:
         """Start the supervisor, which outlives this terminal."""
         command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
-        with job.log.open("ab") as log:
+        # A signal that comes before the supervisor can handle it, waits until `catch_signals`.
+        with job.log.open("ab") as log, notices_held_back(signal.SIGINT):
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=job.folder, start_new_session=True
             )

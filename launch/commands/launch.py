@@ -9,9 +9,10 @@ import typer
 
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import Job, find_job, find_kind, job_name, load_profile, section_of
+from areal_lite.launch.clusters.job import Job, Kind, find_job, find_kind, job_name, load_profile, section_of
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.commands.options import option, word_list
+from areal_lite.launch.run.signals import undisturbed
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
@@ -90,17 +91,30 @@ def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
         path.touch(mode=0o600 if file in secrets else 0o666)
         path.write_text(text)
     try:
+        with undisturbed():  # without its id, a job could not be stopped
+            job = _submit(kind, job)
+    except KeyboardInterrupt:
+        if not job.id:
+            raise
+        kind.stop(job)
+        detach = False
+    return 0 if detach else _follow(kind, job)
+
+
+def _submit(kind: Kind, job: Job) -> Job:
+    """Submit a job and record its id."""
+    try:
         job = job.model_copy(update={"id": kind.submit(job)}).save()
     except Exception:
         job.record.unlink()  # the name is free again
         raise
     print(f"job {job.name} is {job.kind} {job.id}; areal-lite launch --status | --logs | --stop {job.name}", flush=True)
-    return 0 if detach else _follow(job)
+    return job
 
 
-def _follow(job: Job) -> int:
+def _follow(kind: Kind, job: Job) -> int:
     """Show a job's output until it ends; Ctrl-C stops the job, a second one stops waiting for it."""
-    kind, shown, asked = find_kind(job.kind), 0, False
+    shown, asked = 0, False
     silent_since: float | None = None
     while True:
         try:

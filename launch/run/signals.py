@@ -17,9 +17,13 @@ LEAVING = "ray-shutdown"
 
 
 @contextlib.contextmanager
-def notices_held_back() -> Iterator[None]:
-    """Block notices for all processes started in the block, and for theirs; this one gets its own after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+def notices_held_back(*more: signal.Signals) -> Iterator[None]:
+    """Block notices for all processes started in the block, and for theirs; this one gets its own after the block.
+
+    Args:
+        more: Further signals to block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICES, *more))
     try:
         yield
     finally:

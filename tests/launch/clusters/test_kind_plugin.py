@@ -14,6 +14,10 @@ from areal_lite.launch.commands import main as cli
 
 PBS = "pbs_kind.py:Pbs"
 WRONG = """
+import os
+import signal
+from pathlib import Path
+
 from areal_lite.launch.clusters.job import Kind, Status
 
 def function(job): ...
@@ -29,6 +33,13 @@ class Good(NoSubmit):
         return "7"
     def status(self, job):
         return Status("done", code=0)
+
+class Slow(Good):
+    def submit(self, job):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "7"
+    def stop(self, job):
+        Path("stopped").write_text(job.id)
 
 class Misspelt(Good):
     def artifacts(self, job):
@@ -117,6 +128,12 @@ def test_a_submit_that_returns_nothing_leaves_the_name_free(capsys: pytest.Captu
     assert launch("nodes: 1", *words, kind="wrong.py:NoId") == 1
     assert "submit: expected str, got None" in capsys.readouterr().err
     assert launch("nodes: 1", *words, kind="wrong.py:Good") == 0
+
+
+def test_ctrl_c_while_a_job_is_submitted_stops_it(folder: Path) -> None:
+    """Seen failing: the job ran, and had no id to stop it by."""
+    assert launch("nodes: 1", "--detach", "--name", "first", "train", "arith_cpu", kind="wrong.py:Slow") == 0
+    assert (folder / "stopped").read_text() == "7"
 
 
 @pytest.mark.parametrize("kind", ["local", "wrong.py:Good"])

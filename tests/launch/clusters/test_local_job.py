@@ -1,9 +1,13 @@
 """Kind local as a user has it: a job in the background of a terminal, and its record."""
 
+import time
 from pathlib import Path
 
 import pytest
+from launch_builders import make_job
 
+from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.supervised import Local
 from areal_lite.launch.commands import main as cli
 
 
@@ -25,3 +29,14 @@ def test_a_job_that_fails_returns_its_code_and_is_found_again(
     assert cli.main(["launch", "--stop", "mine"]) == 0
     assert cli.main(["launch", "--name", "mine", "eval", "no_such_model", "--recipe", "arith_cpu"]) == 1
     assert "a job needs a name of its own, got mine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_stop_that_comes_at_once_is_a_stop(tmp_path: Path) -> None:
+    """Seen failing with a supervisor that was killed while it was still importing, and the exit code 1."""
+    job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=Profile()).save()
+    job = job.model_copy(update={"id": Local().submit(job)})
+    Local().stop(job)
+    while (status := Local().status(job)).code is None:
+        time.sleep(0.1)
+    assert (status.words, status.code) == ("stopped at step 0: stopped before the command started", 130)
