@@ -81,7 +81,9 @@ _SHAPES = {
 
 _EVENT_SHAPES = {
     "group": shape(start=float, group=str, samples=list[_Generated]),
-    "verify": shape(start=float, end=float, group_id=str, rewards=list[float | None] | None),
+    "verify": shape(
+        start=float, end=float, group_id=str, rewards=list[float | None] | None, scored_by_workflow=list[int] | None
+    ),
     "running": shape(n=int),
     "stamped": shape(version=int),
     "published": shape(version=int | None),

@@ -36,7 +36,8 @@ class VerifierWorker(LeaseWorker):
 
         Args:
             pool: Started; the caller closes it.
-            events: Gets one `verify` event per group whose scores the queue takes.
+            events: Gets one `verify` event per group whose scores the queue takes; `scored_by_workflow` has the places
+                of samples that the verifier did not get.
             decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
         """
         super().__init__(client, name=events.lane, heartbeat_s=heartbeat_s)
@@ -60,6 +61,8 @@ class VerifierWorker(LeaseWorker):
         if not await self._deliver(lease, send):
             return  # the group has the scores of another worker
         found: dict[str, Any] = {"rewards": [score.total for score in scores]}
+        if own := [place for place, sample in enumerate(group.samples) if sample.total_reward is not None]:
+            found["scored_by_workflow"] = own
         if watched := by_verifier({str(place): score.metrics for place, score in enumerate(scores)}):
             found["watched"] = watched
         self._events.emit("verify", group_id=group.group_id, start=start, end=now(), **found)

@@ -1,7 +1,7 @@
 """`areal-lite replay`: one group of a run, shown as a conversation and scored again."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_lite.api import Run, open_run
-from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import argument
 from areal_lite.launch.commands.scores import describe, earned
 from areal_lite.launch.commands.trial import Case, score_all
-from areal_lite.record.run_files import numbers, table
+from areal_lite.record.run_files import iterate_rows, numbers, table
 from areal_lite.types import GIVEN, Prompt, StopReason
 from areal_lite.verify.protocol import Reply
 
@@ -32,7 +31,7 @@ def replay(
     """Show a group of samples as conversations, and score them again.
 
     Print each sample with its reward and the versions and ages of its tokens. Then score the samples with the recipe's
-    verifier, and exit with 1 if a reward differs. Samples that an agent scored itself are not scored again.
+    verifier, and exit with 1 if a reward differs. Samples that an agent or a workflow scored are not scored again.
     """
     run, console = open_run(folder), Console()
     row, config = find_group(run, group), parse_config(run.config)
@@ -45,10 +44,12 @@ def replay(
         )
         for role, text in turns(sample):
             console.print(Text.assemble((f"{role}: ", _COLOURS.get(role, "")), text), soft_wrap=True)
-    if not score or was_scored_by_agent(config, row):
+    if not score:
         return 0
-    agreed = True
-    for case in rescored(config, row):
+    agreed, own = True, scored_by_workflow(run, row["group"])
+    for number in sorted(own):
+        console.print(f"sample {number}: not scored again, its workflow scored it")
+    for case in rescored(config, row, skip=own):
         if case.reply is None:
             raise KeyboardInterrupt
         before, after = (earned(reply) for reply in (saved_reply(row["samples"][case.index]), case.reply))
@@ -57,15 +58,11 @@ def replay(
     return int(not agreed)
 
 
-def was_scored_by_agent(config: Config, row: Mapping[str, Any]) -> bool:
-    """True if the workflow of a group may have scored it."""
-    from areal_lite.rollout.agents import is_agent
-
-    rollout, name = config.rollout, table(row.get("row")).get("workflow") or config.rollout.workflow
-    if name == rollout.workflow and rollout.workflow_command is not None:
-        return True
-    name = rollout.workflows[name].function if name in rollout.workflows else name
-    return is_agent(find_function(name, kind="workflow"))
+def scored_by_workflow(run: Run, group: str) -> set[int]:
+    """Return the numbers of a group's samples that no verifier scored."""
+    events = iterate_rows(run.path / "events.jsonl")
+    found = [event for event in events if event["kind"] == "verify" and event["group_id"] == group]
+    return {number for event in found for number in event.get("scored_by_workflow") or ()}
 
 
 def find_group(run: Run, name: str) -> dict[str, Any]:
@@ -118,8 +115,8 @@ def turns(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"branch {number}", branch["text"]
 
 
-def rescored(config: Config, row: Mapping[str, Any]) -> Sequence[Case]:
-    """Score the samples that have a reward again, and return them by number."""
+def rescored(config: Config, row: Mapping[str, Any], *, skip: Collection[int]) -> Sequence[Case]:
+    """Score the samples that have a reward again, but for those to skip, and return them by number."""
     prompt = Prompt(
         prompt_id=row["group"],
         text=row.get("prompt") or "",
@@ -130,7 +127,8 @@ def rescored(config: Config, row: Mapping[str, Any]) -> Sequence[Case]:
     cases = [
         Case(index=number, prompt=prompt, completion=sample["text"], messages=sample.get("messages") or ())
         for number, sample in enumerate(row["samples"])
-        if sample.get("reward") is not None
+        if sample.get("reward") is not None and number not in skip
     ]
-    asyncio.run(score_all(config, cases))
+    if cases:
+        asyncio.run(score_all(config, cases))
     return cases

@@ -63,7 +63,7 @@ async def test_a_sample_that_has_a_score_keeps_it() -> None:
     await serve_until(worker, client, lambda queue: queue.completed)
     assert client.completed == {"lease-0": [own, Score(reward=0.0), lost]}
     assert pool.calls == 1
-    assert {event["kind"] for event in events.drain()} == {"verify"}
+    assert [(event["kind"], event["scored_by_workflow"]) for event in events.drain()] == [("verify", [0])]
 
 
 class LateQueue(FakeQueue):

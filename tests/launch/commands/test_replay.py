@@ -39,7 +39,8 @@ def folder(tmp_path: Path) -> Path:
 def test_a_group_is_read_and_scored_once_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was said by whom, how old it was, and that one reward is another today. Failed samples are not scored.
 
-    Seen failing without a word on the sample that was cut off at the token limit.
+    Seen failing without a word on the sample that was cut off at the token limit, and with a difference found in what
+    a workflow had scored.
     """
     assert main(["replay", str(folder), "own/0/0"]) == 1
     told = capsys.readouterr().out
@@ -50,6 +51,10 @@ def test_a_group_is_read_and_scored_once_more(folder: Path, capsys: pytest.Captu
     assert "sample 0: reward 0.3 then, reward 0.3 now\nsample 2: reward 0.9 then, reward 0.2 now" in told
     assert main(["replay", str(folder), "own/0/1"]) == 0
     assert "0.9" not in capsys.readouterr().out
+    event = {"time": 1.0, "lane": "verify/0", "kind": "verify", "start": 0.0, "end": 1.0, "group_id": "own/0/0#0"}
+    (folder / "events.jsonl").write_text(json.dumps(event | {"scored_by_workflow": [2]}) + "\n")
+    assert main(["replay", str(folder), "own/0/0"]) == 0
+    assert "sample 2: not scored again, its workflow scored it\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
