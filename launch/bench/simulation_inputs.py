@@ -13,7 +13,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import CheckpointError
 from areal_lite.events import Event
 from areal_lite.launch.bench.simulation import Inputs
-from areal_lite.record.lanes import PAUSE_PARTS, Stretch, lane_events, reading, sample_lengths
+from areal_lite.record.lanes import GAP, PAUSE_PARTS, Stretch, lane_events, reading, sample_lengths
 from areal_lite.record.run_folder import RunFolder
 
 ASSUMED = {"memory": 0.6, "prefill": 0.5, "training": 0.35, "link GB/s": 20.0, "verify s": 1.0}
@@ -103,13 +103,15 @@ def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
 
 
 def _verification(events: Sequence[Event]) -> float:
-    """Return the mean seconds from a group's last token to its scores."""
+    """Return the mean seconds from a group's last token to its scores, of groups that no resume kept waiting."""
     generated = {event["group"]: event["time"] for event in events if event["kind"] == "group"}
-    waits = [
-        event["end"] - generated[event["group_id"]]
+    gaps = [event["time"] for event in events if event["kind"] == GAP]
+    spans = [
+        (generated[event["group_id"]], event["end"])
         for event in events
         if event["kind"] == "verify" and event["group_id"] in generated
     ]
+    waits = [end - start for start, end in spans if not any(start <= gap <= end for gap in gaps)]
     return max(0.0, statistics.fmean(waits)) if waits else 0.0
 
 

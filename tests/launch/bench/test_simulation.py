@@ -121,7 +121,8 @@ def test_relations_of_any_run() -> None:
 def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
     """A log written with known seconds gives them back; GPUs are the recipe's, not the run's.
 
-    Seen failing with pauses counted as decoding, and with the cost of the run's GPUs.
+    Seen failing with pauses counted as decoding, with the time between a stop and a resume as verification, and with
+    the cost of the run's GPUs.
     """
     overrides = [f"run.dir={tmp_path}/run", "rollout.workers=1", "trainer.ranks=2"]
     folder = new_run_folder(load_config("arith_cpu", overrides))
@@ -153,6 +154,10 @@ def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
         now += 0.25
         emit("trainer", "published", version=step)
         rows.append({"step": step, "tokens_trained": sum(lengths), "tokens_masked_stale": 0})
+    emit("rollout/0", "group", group="late", start=now, samples=[])
+    emit("controller", "gap")
+    now += 9000
+    emit("verifier/0", "verify", group_id="late", start=now, end=now)
     folder.append("events.jsonl", events)
     folder.append("metrics.jsonl", rows)
     found, config = inputs_of_run(folder.path)
@@ -174,7 +179,8 @@ def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
 def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None:
     """A grid over a profile's GPUs: the fastest settings, all rows in the file; wrong input ends in a sentence.
 
-    Seen failing with simulations without end, and with tracebacks of numpy.
+    Seen failing with simulations without end, with tracebacks of numpy, and with assumed engines that were printed,
+    and not simulated.
     """
     profile = tmp_path / "profile.yaml"
     profile.write_text("nodes: 1\ngpus_per_node: 4\n")
@@ -191,9 +197,12 @@ def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None
         assert row["gpu_hours_per_step"] == pytest.approx(4 * row["step_s"] / 3600)
         assert row["cost_per_step"] == pytest.approx(2 * row["gpu_hours_per_step"])
         assert math.isclose(row["trained_tokens_per_s"], 1e6 * 4 / 3600 / row["gpu_hours_per_million_tokens"])
+    two = CliRunner().invoke(app, [*words[:-1], "run.steps=4", "--assume", "engines=2"])
+    assert "engines 2, eta" in two.output
     assert "trained tokens/s" in (tmp_path / "out" / "report.html").read_text()
     for wrong, message in (
         (["--assume", "decode=1"], "decode"),
+        (["--grid", "--assume", "engines=2"], "--assume engines changes nothing"),
         (["--from", str(tmp_path)], "config.json"),
         (["--gpu", "H1000"], "--gpu must be one of"),
         (["objective.preset=dapo", "--assume", "equal_rewards=1"], "equal_rewards: input should be less than 1, got 1"),
