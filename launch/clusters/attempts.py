@@ -11,6 +11,7 @@ saves; a second Ctrl-C ends it at once.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -28,7 +29,6 @@ from pydantic import BaseModel
 from areal_lite.actors.process import HOME
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.reading import override, parse_section, read_yaml
-from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.events import now
 from areal_lite.launch.clusters.fit import recipe_of
@@ -161,7 +161,7 @@ def attempt_scripts(job: Job) -> dict[str, str]:
 
 def supervise(job: Job) -> int:
     """Run a job to its end and return the exit code, which is 0 only when the command succeeded."""
-    config = load_any_config(*recipe_of(job.words)[1:]).launch if job.run_folder is not None else LaunchConfig()
+    config = load_any_config(*recipe_of(job.words)[1:]).launch
     record = _reopened(job)
     job.files.mkdir(parents=True, exist_ok=True)  # a job whose files were shipped has no such folder yet
     (job.files / "pid").write_text(f"{os.getpid()}\n")
@@ -319,7 +319,8 @@ def _set_aside(folder: Path | None, failed: int) -> None:
     if folder is None or not (folder / "config.json").exists():
         return
     if not whole_checkpoints(folder / "checkpoints"):
-        folder.rename(folder.with_name(f"{folder.name}.attempt-{failed}"))
+        names = (f"{folder.name}.attempt-{number}" for number in itertools.count(failed))
+        folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
     for path in (folder / "logs").glob("*.log"):
         path.unlink()
 
@@ -329,13 +330,14 @@ def _gather(job: Job, number: int) -> None:
     if job.run_folder is None or not job.run_folder.is_dir():
         return
     own, logs = job.files / f"attempt-{number}", job.run_folder / "logs"
+    kept = logs / job.name / own.name
     with contextlib.suppress(OSError):  # a full disk does not end the job
         own.mkdir(parents=True, exist_ok=True)  # of one that was killed at once
-        shutil.copytree(own, logs / own.name, dirs_exist_ok=True)
+        shutil.copytree(own, kept, dirs_exist_ok=True)
         for path in logs.glob("*.log"):
             with path.open(errors="replace") as file:
                 node = HOME.search(file.readline())
-            shutil.copy2(path, logs / own.name / "-".join([*(node.groups() if node else ()), path.name]))
+            shutil.copy2(path, kept / "-".join([*(node.groups() if node else ()), path.name]))
 
 
 def _sum_up(job: Job, record: Attempts) -> None:

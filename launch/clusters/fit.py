@@ -104,6 +104,8 @@ def _folder_problems(job: Job, recipe: str) -> Iterator[str]:
             f"the run folder must be a new one, got {job.run_folder}, which holds a run: choose another --name or "
             f"run.dir, or resume it with run.resume={job.run_folder}"
         )
+    if job.run_folder and job.files.resolve().is_relative_to(job.run_folder.resolve()):
+        yield f"a run folder must not hold {job.files}, got {job.run_folder}: choose another --name or run.dir"
     if job.ships:
         for path in files:
             if path.is_absolute() or ".." in path.parts:

@@ -57,7 +57,14 @@ def test_whether_there_is_another_attempt(made: Sequence[Attempt], allowed: int,
 
 
 def job_of(
-    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind: str = "local", words: str = "", **changed: Any
+    folder: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kind: str = "local",
+    words: str = "",
+    named: str = "train arith_cpu",
+    **changed: Any,
 ) -> Job:
     """Record a job whose command is a line of shell; `$ATTEMPT` counts."""
 
@@ -69,7 +76,16 @@ def job_of(
     own = {"nodes": 2, "ssh": SSH} if kind == "ssh" else {"gpus_per_node": 8}
     profile = Profile.model_validate({"start_timeout_s": 120, **own, **changed})
     settings = words or "launch.max_attempts=3 launch.pause_s=0.01"
-    return make_job(kind, f"train arith_cpu {settings}", folder=str(folder), profile=profile).save()
+    return make_job(kind, f"{named} {settings}", folder=str(folder), profile=profile).save()
+
+
+@pytest.mark.parametrize("named", ["train arith_cpu", "eval some/model --recipe arith_cpu"])
+def test_every_command_is_tried_again(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing for `eval`, and where another run's folder had the name for the one that is set aside."""
+    for name in ("run-1", "run-1.attempt-1"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").touch()
+    assert supervise(job_of(tmp_path, "[ $ATTEMPT = 2 ]", monkeypatch, named=named)) == 0
 
 
 STEP = 'mkdir -p runs/run-1/logs; echo "{\\"step\\": $ATTEMPT}" >> runs/run-1/metrics.jsonl; '
@@ -91,7 +107,7 @@ def test_it_goes_on_until_the_command_is_done(
     summary = json.loads((tmp_path / "runs/run-1/summary.json").read_text())
     wall = sum(one.ended - one.began for one in record.attempts)
     assert summary["gpu_hours"] == pytest.approx(wall * 8 / 3600)
-    assert len(list((tmp_path / "runs/run-1/logs").glob("attempt-*/*-driver.log"))) == 3
+    assert len(list((tmp_path / "runs/run-1/logs").glob("run-1/attempt-*/*-driver.log"))) == 3
     assert "failed at step 1: TrainerError: rank 1; the next one in 0.01 s" in capfd.readouterr().out
 
 
@@ -116,7 +132,7 @@ def test_a_full_disk_does_not_end_a_job(tmp_path: Path) -> None:
     job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=profile).save()
     for path in (
         job.files / "attempts.json",
-        tmp_path / "runs/run-1/logs/attempt-1" / f"{os.uname().nodename}-driver.log",
+        tmp_path / "runs/run-1/logs/run-1/attempt-1" / f"{os.uname().nodename}-driver.log",
     ):
         path.mkdir(parents=True)
     command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
@@ -192,7 +208,7 @@ def test_logs_of_a_killed_supervisor_are_kept(tmp_path: Path, monkeypatch: pytes
         (folder / path).write_text("{}\n")
     Attempts(attempts=[Attempt(began=time.time())]).save(job)
     assert supervise(job) == 0
-    assert (folder / "logs" / "attempt-1" / "trainer-0.log").exists()
+    assert (folder / "logs" / "run-1" / "attempt-1" / "trainer-0.log").exists()
     assert not (folder / "logs" / "trainer-0.log").exists()
 
 

@@ -33,9 +33,11 @@ GPU = "run.device=cuda weights.transport=nccl"
         ("train arith_cpu", {"shared": None}, "need a folder that all see, got shared: null"),
         ("train arith_cpu run.dir=/elsewhere/run", {}, "every node must see /elsewhere/run, got shared=/shared"),
         ("train arith_cpu", {}, None),
+        ("train arith_cpu run.dir=runs", {}, "a run folder must not hold /shared/me/runs/jobs/run-1, got"),
     ],
 )
 def test_what_does_not_fit_is_said(words: str, changed: dict[str, object], message: str | None) -> None:
+    """Seen failing with a run in a folder that a retry renames, the job's own record in it."""
     found = list(problems(make_job(words=words, profile=make_profile(**changed))))
     assert len(found) == (message is not None)
     if message:

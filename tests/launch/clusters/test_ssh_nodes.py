@@ -110,7 +110,7 @@ def test_a_run_on_two_nodes_over_ssh_of_which_one_joins_late(tmp_path: Path) -> 
     summary = json.loads((tmp_path / "runs/pair/summary.json").read_text())
     assert summary["attempts"] == 1
     assert summary["gpu_hours"] == 0
-    logs = {path.name for path in (tmp_path / "runs/pair/logs/attempt-1").iterdir()}
+    logs = {path.name for path in (tmp_path / "runs/pair/logs/pair/attempt-1").iterdir()}
     assert {"lnode1-driver.log", "lnode1-ray.log", "lnode2-ray.log"} <= logs
     assert {name.split("-")[0] for name in logs} <= {"lnode1", "lnode2"}
     rows = [json.loads(line) for line in (tmp_path / "runs/pair/metrics.jsonl").read_text().splitlines()]
