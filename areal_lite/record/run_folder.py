@@ -62,7 +62,7 @@ _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
     """Return the folder of a run: the one it continues in, its `run.dir`, or `runs/<recipe>-<time>`."""
     default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path(run.resume or run.dir or default).resolve()
+    return Path(os.path.expanduser(run.resume or run.dir or default)).resolve()
 
 
 class RunFolder:
@@ -159,7 +159,7 @@ class RunFolder:
             CheckpointError: There is no checkpoint, another version wrote the recipe, or it differs in what is learned.
         """
         assert config.run.resume is not None
-        folder = cls(Path(config.run.resume).resolve())
+        folder = cls(run_path(config.run, recipe_name=""))
         saved = folder.recipe()
         if saved.command != config.command:
             raise CheckpointError(

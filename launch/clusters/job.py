@@ -4,6 +4,7 @@ What a kind of cluster does with it is one small class, a `Kind`, found as a plu
 `areal_lite.clusters`, as the shipped ones are, or as path.py:Class.
 """
 
+import os
 import re
 import shlex
 import time
@@ -79,7 +80,7 @@ class Job(Section):
         if self.words[0] not in COMMANDS.values():
             return None
         named = [parse_override(word)[1] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
-        given = [str(path) for path in named if path is not None]
+        given = [os.path.expanduser(str(path)) for path in named if path is not None]
         return Path(self.folder) / (given[-1] if given else Path("runs") / self.name)
 
     def without_values(self) -> "Job":

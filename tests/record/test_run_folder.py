@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_builders import make_job
 from run_folders import new_run_folder, save_run
 
 from areal_lite.api import open_run
@@ -64,6 +65,13 @@ def test_a_start_that_failed_does_not_stand_in_the_way(folder: RunFolder, tmp_pa
     recipe = again.recipe()
     assert isinstance(recipe, Config)
     assert recipe.queue.max_staleness == 1
+
+
+def test_a_folder_of_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with a folder that was named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert new_run_folder(parse_config({"run": {"dir": "~/run"}})).path == tmp_path / "run"
+    assert make_job(words="train arith_cpu run.dir=~/run").run_folder == tmp_path / "run"
 
 
 # --- rows ---
