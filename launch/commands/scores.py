@@ -124,7 +124,13 @@ def _rewards_by_row(path: Path) -> dict[str, dict[str, Any]]:
             f"--compare must name files that areal-lite eval --json wrote, got {path}"
             f"{''.join(f': {note}' for note in notes)}. Fix: write it again"
         )
-    return {f"{row['index']} {row['prompt']}": row for row in rows if row["reward"] is not None}
+    found = {f"{row['index']} {row['prompt']}": row for row in rows}
+    if len(found) < len(rows):
+        raise DataError(
+            f"--compare needs one completion a row, got {len(rows)} of {len(found)} rows in {path}. Fix: compare files "
+            "of areal-lite eval --json"
+        )
+    return {name: row for name, row in found.items() if row["reward"] is not None}
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:

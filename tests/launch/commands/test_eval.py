@@ -159,7 +159,8 @@ def test_two_evaluations_are_compared_row_by_row(
 ) -> None:
     """Rows 0 to 3 went from 0, 0, 1, 1 to 1, 1, 1, 0; row 4 was scored once. 0.25 +- 1.96 * 0.957 / 2 by hand.
 
-    Seen failing with the interval of two independent means, and with the row that failed counted as 0.
+    Seen failing with the interval of two independent means, with the row that failed counted as 0, and with one
+    completion of several that `verify` had scored.
     """
     monkeypatch.setattr("areal_lite.record.paths.find_model_folder", lambda model, **_: Path(model))
     for name, rewards in (("a", (0, 0, 1, 1, 1)), ("b", (1, 1, 1, 0, None))):
@@ -177,6 +178,10 @@ def test_two_evaluations_are_compared_row_by_row(
     assert "0.500 → 0.750: +0.250, 95 % interval -0.688 to +1.188 (4 rows in pairs: 2 better, 1 worse)" in output
     assert "1 rows were left out" in output
     assert output.index("1 → 0") < output.index("0 → 1")
+    content["results"] += content["results"][:1]  # as `verify` writes it
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    assert main(["eval", "--compare", *files]) == 1
+    assert "needs one completion a row, got 6 of 5 rows" in capsys.readouterr().err
     (tmp_path / "b.json").write_text('{"results": [{"index": "0"}]}')
     assert main(["eval", "--compare", *files]) == 1
     assert "--compare must name files that areal-lite eval --json wrote, got" in capsys.readouterr().err
