@@ -85,9 +85,9 @@ class Ssh(Supervised):
     def check(self, job: Job) -> Sequence[str]:
         """Compare hosts with nodes."""
         ssh, nodes = self.settings(job), job.profile.nodes
-        if len(ssh.hosts) != nodes:
+        if not len(ssh.hosts) == len(set(ssh.hosts)) == nodes:
             got = f"{len(ssh.hosts)} ({', '.join(ssh.hosts)})" if ssh.hosts else "none"
-            return [f"ssh.hosts must name nodes={nodes} hosts, got {got}: list them in the profile, or correct nodes"]
+            return [f"ssh.hosts must name nodes={nodes} hosts, got {got}: list each once, or correct nodes"]
         if "{host}" not in ssh.shell:
             return [f"ssh.shell must hold {{host}} where the host's name goes, got {ssh.shell}: add it"]
         return ()

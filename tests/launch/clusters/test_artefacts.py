@@ -39,7 +39,7 @@ def written(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_artefacts_are_those_that_were_read(kind: str) -> None:
-    """Seen failing with the token's variables left out."""
+    """Seen failing with the token's variables left out, and with a volume that a claim had named, such as `files`."""
     assert written(kind) == (SNAPSHOTS / f"{kind}.txt").read_text()
     assert bash_problems(find_kind(kind).artefacts(make_job(kind, WORDS))) == []
     assert list(find_kind(kind).check(make_job(kind, WORDS))) == []
@@ -90,11 +90,13 @@ def test_the_schema_refuses_an_unknown_key() -> None:
         ("kubernetes", {"kubernetes": {}}, "kubernetes.image must name an image"),
         ("ssh", {"ssh": {}}, "ssh.hosts must name nodes=4 hosts, got none"),
         ("ssh", {"ssh": {"hosts": ["a"]}}, "ssh.hosts must name nodes=4 hosts, got 1 (a)"),
+        ("ssh", {"ssh": {"hosts": list("abca")}}, "nodes=4 hosts, got 4 (a, b, c, a): list each once"),
         ("ssh", {"ssh": {"hosts": list("abcd"), "shell": "ssh me"}}, "must hold {host} where"),
         ("ray", {"ray": {}}, "got neither: set ray.address or ray.jobs"),
     ],
 )
 def test_what_a_kind_needs(kind: str, changed: dict[str, object], message: str) -> None:
+    """Seen failing with a host that was named twice: the job got one node less."""
     assert message in find_kind(kind).check(make_job(kind, profile=make_profile(**changed)))[0]
 
 
