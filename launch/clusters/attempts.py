@@ -236,7 +236,7 @@ def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, 
         if code is not None:
             if lost:
                 return code or 1, lost
-            return code, "" if code in (0, INTERRUPTED) else _cause(text)
+            return code, "" if code in (0, INTERRUPTED) else _cause(text, code)
         if not lost and (lost := nodes.lost()):
             lost_at = time.monotonic()
             _print(lost)
@@ -308,8 +308,10 @@ def last_step(folder: Path | None) -> int:
     return int(last[0]["step"]) if last else 0
 
 
-def _cause(text: str) -> str:
-    """Return the line of a command's output that best explains a failure: the last that names an error."""
+def _cause(text: str, code: int) -> str:
+    """Return what ended a command: a signal, or the line of its output that explains most, the last with an error."""
+    if 128 < code < 255:  # 255 is ssh's own
+        return f"ended by signal {code - 128}"
     lines = [bare for line in text.splitlines() if (bare := line.strip(" │")) and not bare.startswith(("╭", "╰"))]
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it printed nothing")
 

@@ -77,8 +77,9 @@ class Remote:
 
     @property
     def code(self) -> int | None:
-        """Exit code of the shell, once it has ended."""
-        return self._process.poll()
+        """Exit code of the shell, once it has ended; 128 more than the signal that ended it, as in a shell."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
 
     @property
     def pid(self) -> int | None:

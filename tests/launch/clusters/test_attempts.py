@@ -88,6 +88,13 @@ def test_every_command_is_tried_again(named: str, tmp_path: Path, monkeypatch: p
     assert supervise(job_of(tmp_path, "[ $ATTEMPT = 2 ]", monkeypatch, named=named)) == 0
 
 
+def test_a_command_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the code 247, and with the last step as the cause."""
+    job = job_of(tmp_path, "echo step 9; kill -9 $$", monkeypatch, words="launch.max_attempts=1")
+    assert supervise(job) == 137
+    assert Attempts.read(job).attempts[0].cause == "ended by signal 9"
+
+
 STEP = 'mkdir -p runs/run-1/logs; echo "{\\"step\\": $ATTEMPT}" >> runs/run-1/metrics.jsonl; '
 
 
