@@ -25,10 +25,11 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     config = load_any_config(recipe, overrides)
     print(*explained_section(config), sep="\n", flush=True)
     check_recipe(config)
+    memory = memory_here(config)
     size = f"{config.samples_per_step} samples" if config.command == "train" else f"{config.trainer.batch_size} rows"
     command = COMMANDS[config.command]
     print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
-    for line in memory_here(config):
+    for line in memory:
         print(f"# {line}")
     return 0
 

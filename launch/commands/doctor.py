@@ -144,7 +144,9 @@ def doctor(
         tried = list(pool.map(try_out, probes_for(machine.build)))
     packages = package_check(metadata.requires("areal-lite") or [], build=machine.build, installed=installed_version)
     checks = [*machine_checks(machine), packages, *tried]
-    console.print(report(checks, build=machine.build), *memory_here(config), sep="\n")
+    console.print(report(checks, build=machine.build))
+    for line in memory_here(config):
+        console.print(line)
     return int(any(check.level is Level.PROBLEM for check in checks))
 
 

@@ -116,14 +116,16 @@ def need_in_words(config: Config, figures: Mapping[str, Any]) -> str:
 
 
 def memory_here(config: Config | OfflineConfig) -> list[str]:
-    """Return what a run with a real model and without GPUs needs of this machine, and what to change; else nothing."""
+    """Return what a run with a real model and without GPUs needs of this machine; a `ConfigError` if it has less."""
     if not isinstance(config, Config) or config.run.device != "cpu" or config.model.path == BUILT_IN:
         return []
     from areal_lite.record.paths import with_absolute_paths
 
     config = with_absolute_paths(config, ("model",), with_weights=False)
     figures = all_figures(config, gpu="H100")
-    return list(find_problems(config, figures)) or [need_in_words(config, figures)]
+    for problem in find_problems(config, figures):
+        raise ConfigError(problem)
+    return [need_in_words(config, figures)]
 
 
 def memory_table(figures: Mapping[str, Any]) -> Table:
