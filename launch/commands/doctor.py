@@ -21,6 +21,7 @@ from rich.text import Text
 
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.estimate import memory_here
 from areal_lite.launch.commands.options import Overrides, optional
 from areal_lite.launch.run.recipe_check import Reach, check_recipe
@@ -151,6 +152,11 @@ def doctor(
 
 
 def _check_cluster(config: Config | OfflineConfig) -> int:
+    if not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            "--cluster checks the Ray cluster that RAY_ADDRESS names, got none. Fix: export RAY_ADDRESS=HEAD:6379, or "
+            "leave out --cluster to check this machine"
+        )
     from areal_lite.launch.run.preflight import check_cluster
     from areal_lite.launch.run.ray_session import ray_session
 

@@ -7,6 +7,7 @@ import pytest
 from node_reports import make_node_report
 
 from areal_lite.launch.commands.doctor import Check, Level, Probe, machine_checks, package_check, probes_for, try_out
+from areal_lite.launch.commands.main import main
 from areal_lite.node import bfloat16_instructions
 
 GPU = {"python": "3.12.3", "vllm": "0.32.0"}
@@ -96,6 +97,13 @@ def test_what_the_demo_does_not_need_is_a_warning():
     check = try_out(probe._replace(code="raise OSError('there is no program bwrap')"))
     assert (check.level, check.found) == (Level.WARNING, "OSError: there is no program bwrap")
     assert "docs/verifiers.md" in check.remedy
+
+
+def test_a_cluster_must_be_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with a private Ray, whose one node was fine."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["doctor", "--cluster", "arith_cpu"]) == 1
+    assert "the Ray cluster that RAY_ADDRESS names, got none" in capsys.readouterr().err
 
 
 @pytest.mark.slow
