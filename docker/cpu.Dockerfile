@@ -1,6 +1,6 @@
 # areal-lite on a CPU, ready for the demo.
 #   docker build -f docker/cpu.Dockerfile -t areal-lite:cpu .
-#   docker run --rm -it --shm-size=2g areal-lite:cpu train arith_cpu
+#   docker run --rm -it --shm-size=2g -v $PWD/runs:/areal-lite/runs areal-lite:cpu train arith_cpu
 FROM python:3.11-slim-bookworm
 
 # libnuma1: vLLM's CPU kernels load it. util-linux: vLLM asks lscpu about the cores. bubblewrap: the verifier `code`.
@@ -13,7 +13,8 @@ COPY areal_lite ./areal_lite
 COPY actors ./actors
 COPY launch ./launch
 COPY examples/toy_games ./examples/toy_games
-RUN PIP_NO_CACHE_DIR=1 ./setup.sh cpu
+# jobs: what Ray jobs and KubeRay need of an image.
+RUN PIP_NO_CACHE_DIR=1 ./setup.sh cpu && .venv/bin/pip install --no-cache-dir --editable '.[jobs]'
 
 ENV PATH=/areal-lite/.venv/bin:$PATH
 ENTRYPOINT ["areal-lite"]

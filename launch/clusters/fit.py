@@ -92,7 +92,7 @@ def gpu_problems(profile: Profile, config: Config | OfflineConfig, *, with_ranks
     if any(bundle.node == NOWHERE for bundle in bundles):
         yield (
             f"the run must fit into {size}, an engine on one node; it does not:\n{table(bundles, nodes)}\nlower"
-            " rollout.workers, rollout.tensor_parallel or trainer.ranks, or choose more nodes"
+            " rollout.workers, rollout.tensor_parallel or trainer.ranks, or set nodes or gpus_per_node in a --profile"
         )
 
 

@@ -21,7 +21,7 @@ GPU = "run.device=cuda weights.transport=nccl"
         (
             f"train arith_cpu {GPU} rollout.workers=25 trainer.ranks=8",
             {},
-            "nodes=4 x gpus_per_node=8.*no node +1 +1 x trainer of 1\n",
+            "nodes=4 x gpus_per_node=8.*no node +1 +1 x trainer of 1\n.* gpus_per_node in a --profile",
         ),
         (
             f"train arith_cpu {GPU} rollout.tensor_parallel=6 rollout.workers=5",
