@@ -1,6 +1,7 @@
 """The command line. Commands import heavy modules inside functions, so that `--help` is quick."""
 
 import errno
+import io
 import logging
 import signal
 import sys
@@ -42,7 +43,7 @@ COMMANDS = {
 """Commands in the order of `--help`: file, and a function that returns the exit code or a group of commands."""
 
 
-_OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 """Errors of the operating system that a path which the user named explains."""
 
 
@@ -55,17 +56,20 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             code = super().invoke(ctx)
-            sys.stdout.flush()  # typer handles a closed pipe only in here (`check-config ... | head`)
+            if sys.stdout is not None:  # the shell may have closed it (`>&-`)
+                sys.stdout.flush()  # typer handles a closed pipe only in here (`check-config ... | head`)
         except ArealLiteError as error:
             # As a Text: an error may hold brackets, which rich would read as markup.
             Console(stderr=True).print(Text.assemble((type(error).__name__, "bold red"), f": {error}"), soft_wrap=True)
             code = 1
         except OSError as error:
-            if error.filename is None or error.errno not in _OF_PATHS:
+            is_full = error.errno == errno.ENOSPC
+            if not is_full and (error.filename is None or error.errno not in _OF_PATHS):
                 raise
-            Console(stderr=True).print(
-                Text(f"{error.strerror}: {error.filename}. Fix: name another path"), soft_wrap=True
-            )
+            if error.filename is None:
+                sys.stdout = io.StringIO()  # as it ends, Python would write the rest
+            place, fix = error.filename or "the output", "free some" if is_full else "name another path"
+            Console(stderr=True).print(Text(f"{error.strerror}: {place}. Fix: {fix}"), soft_wrap=True)
             code = 1
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C ends the same way

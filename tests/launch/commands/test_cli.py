@@ -88,6 +88,7 @@ def test_a_file_without_a_folder_is_said_before_any_work(
     ("words", "message"),
     [
         (["watch", "README.md"], "Not a directory: README.md/writer.json. Fix: name another path"),
+        (["simulate", "arith_cpu", "run.steps=3", "--out", "README.md"], "File exists: README.md. Fix: name another"),
         (["simulate", "arith_cpu", "run.steps=1"], "got run.steps=1. Fix: set 2 or more"),
     ],
 )
@@ -107,6 +108,17 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
     monkeypatch.setattr("areal_lite.node.memory_bytes", lambda: 100 << 20)
     assert cli.main([*words, "rollout.workers=2"]) == 1
     assert "must fit into the machine's 100 MiB of memory, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "error"),
+    [(">/dev/full", 1, "No space left on device: the output. Fix: free some\n"), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written(output: str, code: int, error: str) -> None:
+    """Seen failing with tracebacks, of a full disk and of an output that the shell has closed."""
+    line = f"{sys.executable} -m areal_lite.launch.commands.main check-config arith_cpu {output}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, error)
 
 
 def test_nobody_has_to_read_to_the_end() -> None:
