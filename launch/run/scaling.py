@@ -4,8 +4,9 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, StallError
@@ -14,7 +15,8 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
 
 _ROLES = (Role.ROLLOUT, Role.VERIFIER)
-_REQUEST = TypeAdapter(dict[Role, PositiveInt])
+_MOST = 1024
+_REQUEST = TypeAdapter(dict[Role, Annotated[int, Field(ge=1, le=_MOST)]])
 _POLL_S = 0.25
 
 
@@ -30,7 +32,7 @@ def parse_counts(words: Sequence[str]) -> dict[Role, int]:
         counts = {}
     if not counts or not set(counts) <= set(_ROLES):
         raise ConfigError(
-            f"workers must be given as rollout=N or verifier=N, N at least 1, got {' '.join(words) or 'nothing'}"
+            f"workers must be given as rollout=N or verifier=N, N from 1 to {_MOST}, got {' '.join(words) or 'nothing'}"
         )
     return counts
 
