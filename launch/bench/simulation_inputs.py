@@ -76,16 +76,18 @@ def inputs_of_run(folder: Path) -> tuple[Inputs, Config]:
         raise CheckpointError(f"--from needs a run of areal-lite train, got one of offline training in {folder}")
     published = [event["time"] for event in events if event["kind"] == "published"]
     lengths = Counter(sample_lengths(events))
-    if min(len(published), len(rows)) < 3 or not lengths:
+    known = [row for row in rows[1:] if row.keys() >= {"tokens_trained", "tokens_masked_stale"}]
+    if len(published) < 3 or not lengths or not known:
         raise CheckpointError(
-            f"--from needs a run of at least 3 steps with its events, got {len(rows)} steps, {len(published)} "
-            f"publications and {lengths.total()} samples in {folder}. Fix: name a finished run's folder"
+            f"--from needs a run of at least 3 steps with its events, got {len(published)} publications, "
+            f"{lengths.total()} samples and {len(known)} steps with their tokens in {folder}. Fix: name a finished "
+            "run's folder"
         )
     stretch = Stretch(reading(events, published[0]), reading(events, published[-1]))
     steps = len(published) - 1
     pause_s = stretch.spent(*PAUSE_PARTS) / steps / len(stretch.workers)
     trainer = stretch.seconds("trainer")
-    tokens = statistics.fmean(row["tokens_trained"] + row["tokens_masked_stale"] for row in rows[1:])
+    tokens = statistics.fmean(row["tokens_trained"] + row["tokens_masked_stale"] for row in known)
     decode_s, decode_sample_s = _decoding(events)
     inputs = Inputs(
         engines=config.rollout.workers,

@@ -230,7 +230,7 @@ def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, 
     while True:
         code = driver.code  # read before its output, so that none is missed
         if driver.pid is not None or code is not None:
-            text = driver.output()
+            text = driver.output().rstrip("\ufffd")  # a half-written character
             print(text[shown:], end="", flush=True)
             shown = len(text)
         if code is not None:

@@ -31,7 +31,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         named = [word.partition("=")[2] or after for word, after in zip(rest, [*rest[1:], ""], strict=True)
                  if word.partition("=")[0] == "--recipe"]  # fmt: skip
     else:
-        named = [word for word in rest[:1] if "=" not in word and not word.startswith("-")]
+        named = [word for word in rest[:1] if not _is_override(word) and not word.startswith("-")]
     if not named:
         raise ConfigError(
             f"{command} needs a recipe right after it (eval: --recipe), got {' '.join(rest) or 'nothing'}"
@@ -41,7 +41,12 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         raise ConfigError(f"options of launch belong before the command, got {' '.join(late)} after it: move them")
     if command in COMMANDS.values():  # they have no options: they would refuse what is no override
         return command, named[0], rest[1:]
-    return command, named[0], [word for word in rest if "=" in word and not word.startswith("-")]
+    return command, named[0], [word for word in rest if _is_override(word) and not word.startswith("-")]
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word is no path, which may hold `=` as well."""
+    return "=" in word and not Path(word).exists()
 
 
 def problems(job: Job) -> Iterator[str]:

@@ -46,8 +46,11 @@ class Job(Section):
     """what the cluster calls it: a process, a batch job"""
 
     def _problems(self) -> Iterable[str]:
-        if not re.fullmatch(r"\w[\w.-]*", self.name):
-            yield f"the name of a job has letters, digits, '_', '-' and '.', got {self.name!r}: choose another --name"
+        if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name.endswith(".json"):
+            yield (
+                "the name of a job has letters, digits, '_', '-' and '.', and does not end in .json, got "
+                f"{self.name!r}: choose another --name"
+            )
 
     @property
     def ships(self) -> bool:

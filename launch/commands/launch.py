@@ -50,6 +50,8 @@ def launch(
     asked = [(verb, word) for verb, word in (("status", status), ("logs", logs), ("stop", stop)) if word]
     if new_profile:
         return _print_profile(new_profile)
+    if len(asked) > 1:
+        raise typer.BadParameter("expected one of --status, --logs and --stop, got several")
     if asked:
         return _ask(*asked[0])
     if not command:
@@ -121,6 +123,7 @@ def _follow(kind: Kind, job: Job) -> int:
             time.sleep(_POLL_S)
             status = kind.status(job)  # before the logs, so that none is missed
             text, silent_since = kind.logs(job), None
+            text = text.rstrip("\ufffd") if status.code is None else text  # a half-written character
             print(text[shown:], end="", flush=True)
             shown = len(text)
             if status.code is not None:
@@ -145,8 +148,10 @@ def _ask(verb: str, name: str) -> int:
     job = find_job(name)
     kind = find_kind(job.kind)
     if verb == "stop":
-        kind.stop(job)
-        print(f"{job.name} saves and ends: areal-lite launch --status {job.name}")
+        status = kind.status(job)
+        kind.stop(job)  # of one that has ended, what it may have left
+        ends = f"saves and ends: areal-lite launch --status {job.name}"
+        print(f"{job.name} {ends if status.code is None else f'had ended: {status.words}'}")
     elif verb == "logs":
         print(kind.logs(job), end="")
     else:

@@ -17,7 +17,9 @@ def run_folder(path: Path, **sections: dict[str, object]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("words", [[], ["rollout"], ["rollout=0"], ["rollout=x"], ["trainer=2"], ["rollout=9999999"]])
+@pytest.mark.parametrize(
+    "words", [[], ["rollout"], ["rollout=0"], ["rollout=x"], ["trainer=2"], ["engines=2"], ["rollout=9999999"]]
+)
 def test_what_is_no_number_of_workers_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with a run that made room for so many, and ran out of memory."""
     assert main(["scale", "runs/one", *words]) == 1

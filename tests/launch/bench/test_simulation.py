@@ -159,7 +159,7 @@ def test_calibration_finds_the_seconds_of_a_log(tmp_path: Path) -> None:
     now += 9000
     emit("verifier/0", "verify", group_id="late", start=now, end=now)
     folder.append("events.jsonl", events)
-    folder.append("metrics.jsonl", rows)
+    folder.append("metrics.jsonl", [*rows, {"step": 13}])
     found, config = inputs_of_run(folder.path)
     assert config.trainer.ranks == 2
     assert found.decode_s == pytest.approx(0.02, rel=0.05)
@@ -203,7 +203,7 @@ def test_the_command_shows_what_limits_and_writes_a_page(tmp_path: Path) -> None
     for wrong, message in (
         (["--assume", "decode=1"], "decode"),
         (["--grid", "--assume", "engines=2"], "--assume engines changes nothing"),
-        (["--from", str(tmp_path)], "config.json"),
+        (["--from", str(tmp_path)], "expected a run folder, got"),
         (["--gpu", "H1000"], "--gpu must be one of"),
         (["objective.preset=dapo", "--assume", "equal_rewards=1"], "equal_rewards: input should be less than 1, got 1"),
         ([word for name in ("", "_sample", "_context") for word in ("--assume", f"decode{name}_s=0")], "above 0"),

@@ -76,6 +76,14 @@ def test_a_command_that_is_none(words: str, message: str) -> None:
         recipe_of(words.split())
 
 
+def test_a_folder_may_hold_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with `eval` and `train` refused, as if the path were an override."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    assert recipe_of(["train", "lr=1", "run.steps=3"]) == ("train", "lr=1", ["run.steps=3"])
+    assert recipe_of(["eval", "lr=1", "--recipe", "r", "run.steps=3"]) == ("eval", "r", ["run.steps=3"])
+
+
 @pytest.mark.parametrize("words", ["run.steps 3", "--foo"])
 def test_words_that_train_refuses_are_refused(words: str) -> None:
     """Seen failing: `launch` left them out, and the job that had waited ended at once."""
@@ -107,7 +115,7 @@ def test_a_dry_run_prints_and_fails_with_what_to_do(
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("name", ["../x", "x%j", "", "two words"])
+@pytest.mark.parametrize("name", ["../x", "x%j", "", "two words", "x.json"])
 def test_a_name_is_one_that_every_kind_can_use(name: str) -> None:
     """Seen failing: such a job could not be found again, or its log was elsewhere."""
     with pytest.raises(ValidationError, match="choose another --name"):

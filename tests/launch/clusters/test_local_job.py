@@ -16,7 +16,7 @@ def test_a_job_that_fails_returns_its_code_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The supervisor and the command are real processes. Seen failing with `_follow` returning 0 for any end,
-    and with the last line printed twice."""
+    with the last line printed twice, and with a job that "saves and ends" although it had ended."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["launch", "--name", "mine", "eval", "no_such_model", "--recipe", "arith_cpu"]) == 1
     out = capsys.readouterr().out
@@ -27,6 +27,8 @@ def test_a_job_that_fails_returns_its_code_and_is_found_again(
     assert cli.main(["launch", "--logs", "mine"]) == 0
     assert "no_such_model" in capsys.readouterr().out
     assert cli.main(["launch", "--stop", "mine"]) == 0
+    assert "mine had ended: failed at step 0" in capsys.readouterr().out
+    assert cli.main(["launch", "--status", "mine", "--stop", "mine"]) == 2
     assert cli.main(["launch", "--name", "mine", "eval", "no_such_model", "--recipe", "arith_cpu"]) == 1
     assert "a job needs a name of its own, got mine" in capsys.readouterr().err
 
