@@ -357,5 +357,5 @@ def _print(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout = Stream(sys.stdout)  # type: ignore[assignment]
+    sys.stdout = Stream(sys.stdout)
     sys.exit(supervise(parse_section(read_yaml(Path(sys.argv[1]), holding="a job"), Job)))
