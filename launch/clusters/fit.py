@@ -46,7 +46,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
 
 def _is_override(word: str) -> bool:
     """Whether a word is no path, which may hold `=` as well."""
-    return "=" in word and not Path(word).exists()
+    return "=" in word and not os.path.exists(word)
 
 
 def problems(job: Job) -> Iterator[str]:
