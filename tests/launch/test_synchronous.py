@@ -6,7 +6,7 @@ verification, the taking of batches, the dealing of rows, and the hand-over of w
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from engine_builders import LocalEngines, publisher_to, run_hand_over, vllm_engine
 from loop_builders import SYNCHRONOUS_STEPS, run_loop, synchronous_config
 from loop_verifiers import digit_share
-from torch_engine import TorchEngine
-from transformers import AutoTokenizer
+from scripted_engine import ScriptedEngine
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import PromptCursor
@@ -46,6 +46,37 @@ Generate = Callable[[Sequence[tuple[Prompt, Sampling]]], list[Sample]]
 def make_cursor(config: Config) -> PromptCursor:
     prompts = load_source(config, AutoTokenizer.from_pretrained(config.model.path), "train")
     return PromptCursor(prompts, source=config.data.source, seed=config.run.seed)
+
+
+class TorchEngine(ScriptedEngine):
+    """What a rollout worker needs, without batching or cache: a sample depends on prompt, seed and weights alone."""
+
+    def __init__(self, model_folder: str) -> None:
+        super().__init__(tokenizer=AutoTokenizer.from_pretrained(model_folder))
+        self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take published weights: the only way by which weights get here."""
+        self._model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()})
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        """Draw from the temperature-scaled distribution with a generator of this sample's own."""
+        assert sampling.seed is not None
+        generator = torch.Generator().manual_seed(sampling.seed)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        while len(tokens) < sampling.max_new_tokens and tokens[-1:] != [self.tokenizer.eos_token_id]:
+            await asyncio.sleep(0)
+            await self._running.wait()
+            with torch.no_grad():
+                logits_V = self._model(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1]
+            logprobs_V = (logits_V / sampling.temperature).log_softmax(-1)
+            tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
+            logprobs.append(float(logprobs_V[tokens[-1]]))
+            versions.append(self.version)
+            self.tokens_generated += 1
+        return self.sample_of(tokens, logprobs, versions, is_end=tokens[-1] == self.tokenizer.eos_token_id)
 
 
 def make_trainer(config: Config) -> Trainer:
