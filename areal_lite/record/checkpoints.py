@@ -102,10 +102,10 @@ def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
     """
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     aside = folder / f".{final.name}.aside"
-    _clear(folder)
-    temporary.mkdir(parents=True)
     began = now()
     try:
+        _clear(folder)
+        temporary.mkdir(parents=True)
         yield temporary
         (temporary / _META).write_text(json.dumps({"step": step, "time": began}))
         seal(temporary)

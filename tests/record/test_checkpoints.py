@@ -199,7 +199,8 @@ def test_a_full_disk_keeps_the_checkpoints_and_names_the_space_that_is_needed(
 ) -> None:
     """/dev/full says what a full disk says; a rank may only say that it failed, which it also does for other reasons.
 
-    Seen failing with the half written checkpoint left behind, and with every failure called a full disk.
+    Seen failing with the half written checkpoint left behind, with every failure called a full disk, and with an error
+    of another kind where no folder can be made.
     """
 
     def fill_the_disk(folder: Path) -> None:
@@ -215,5 +216,8 @@ def test_a_full_disk_keeps_the_checkpoints_and_names_the_space_that_is_needed(
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(CheckpointError, match=f"disk full: 4 MB needed in {tmp_path}"):
         write_checkpoint(tmp_path, 2, fill_the_disk, keep=1)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: Path("/dev/full").write_text("x"))
+    with pytest.raises(CheckpointError, match=f"disk full: 1 MB needed in {tmp_path}"):
+        write_checkpoint(tmp_path, 2, fill, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert not damage(tmp_path / "step-000001")
