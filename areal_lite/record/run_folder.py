@@ -194,6 +194,7 @@ class RunFolder:
     def _set_aside(self, say: Callable[[str], object], *, now: Row | None = None) -> None:
         """Set aside whatever is later than the checkpoint; log which settings change there, if those of `now` do."""
         self.guard()
+        (self.path / "summary.json").unlink(missing_ok=True)  # of the end that is undone
         step, moment = (0, 0.0) if self.checkpoint is None else read_meta(self.checkpoint)
         if self.checkpoint is not None:
             make_newest(self.checkpoint, say=say)

@@ -250,14 +250,19 @@ def test_an_unreadable_line_costs_its_own_row_alone(
 
 
 def test_a_resume_from_an_older_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
-    """It is meant once: the next resume starts from the newest. Seen failing with the wish kept in `config.json`."""
+    """It is meant once: the next resume starts from the newest. Seen failing with the wish kept in `config.json`.
+
+    A finished run then no longer is: seen failing with its summary kept, so that a killed resume counted as done.
+    """
     for step in (1, 2, 3):
         folder.append("metrics.jsonl", [{"step": step}])
         checkpoint(folder, step, keep=9)
+    folder.write_json("summary.json", {"status": "done", "version": 3})
     again = resumed(tmp_path, run={"resume_from": "step-1"})
     assert again.checkpoint == again.newest_checkpoint() == folder.checkpoints / "step-000001"
     assert again.read("metrics.jsonl") == [{"step": 1}]
     assert again.recipe().run.resume_from is None
+    assert again.finished(parse_config({"run": {"steps": 3}})) is None
     with pytest.raises(CheckpointError, match=r"resume_from must be one of step-1, got 'step-3'"):
         resumed(tmp_path, run={"resume_from": "step-3"})
     with pytest.raises(ConfigError, match=r"run\.resume_from=step-3 needs run\.resume"):
