@@ -353,9 +353,12 @@ class Controller(ABC):
         """Save, export, summarize and stop, in this order; after a notice, only what a resume needs."""
         status = self._before_last_save(status)
         self._view.print("saving ...")
-        self._save()
+        if not (self._interrupts.notice and self._is_exported()):
+            self._save()
         checkpoint = self._folder.newest_checkpoint()
-        if not self._interrupts.notice:
+        if self._interrupts.notice:
+            status = "interrupted"  # a resume exports the model
+        else:
             written = self._ranks.ask("export", checkpoint / "model", timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint, ChainMap(*written))
         if self._interrupts:
@@ -367,6 +370,10 @@ class Controller(ABC):
         if status != "done":
             raise Interrupted(str(self._folder.path), None if self._interrupts.notice else summary)
         return summary
+
+    def _is_exported(self) -> bool:
+        """Whether the step's checkpoint holds a model: a new save would replace it by one without."""
+        return (self._folder.checkpoints / f"step-{self._version:06d}" / "model").is_dir()
 
     def _rescue(self, error: BaseException) -> None:
         """After a failure: save a completed step, write the summary, and print how to resume."""
@@ -385,7 +392,7 @@ class Controller(ABC):
         self._finish_save()
         with contextlib.suppress(Exception):
             # A busy rank hangs, and the save would wait for it.
-            if self._at_boundary and self._version > 0 and not self._ranks.busy():
+            if self._at_boundary and self._version > 0 and not self._is_exported() and not self._ranks.busy():
                 self._view.print(f"saving step {self._version} ...")
                 try:
                     self._save()

@@ -149,6 +149,43 @@ def test_a_notice_leaves_time_to_save_and_no_more(start: Start, during: str, tak
     assert read_summary(run.folder.path)["stopped_by"] == why
 
 
+@pytest.mark.parametrize("during", ["step", "save"])
+def test_a_notice_at_the_end_leaves_the_export_to_a_resume(start: Start, during: str) -> None:
+    """Seen failing with the status "done", after which no resume exports."""
+    run = start()
+    run.rank.hooks[during] = notice_at(run, 6)
+    with pytest.raises(Interrupted):
+        run.run()
+    assert "export" not in run.rank.calls
+    run.resume()
+    assert run.run()["status"] == "done"
+    assert run.rank.log[-1] == "step-000006"
+    assert "export" in run.rank.calls
+
+
+@pytest.mark.parametrize("is_notice", [True, False])
+def test_a_run_with_more_steps_keeps_its_model_until_it_has_trained_one(start: Start, is_notice: bool) -> None:
+    """Seen failing with the same step saved again, without the model."""
+    run = start()
+    run.rank.hooks["export"] = Path.mkdir
+    run.run()
+    run.resume(steps=7)
+    run.rank.hooks["evaluate"] = notice_at(run, "step-000006") if is_notice else failing(ZeroDivisionError())
+    with pytest.raises(Interrupted if is_notice else ZeroDivisionError):
+        run.run()
+    assert (run.folder.newest_checkpoint() / "model").is_dir()
+
+
+def notice_at(run: OfflineRun, place: Any) -> Callable[..., None]:
+    """A hook that gives notice at a step, or after the load of a checkpoint."""
+
+    def hook(*_: Any) -> None:
+        if run.rank.log[-1] == place:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return hook
+
+
 def test_a_run_restarts_from_its_last_checkpoint_as_long_as_it_advances(start: Start) -> None:
     """Each step has one row. Seen failing without the count reset by a checkpoint, and with old rows kept."""
     run, died = start(), RankDied("trainer/1 died")

@@ -91,15 +91,27 @@ class OfflineRun:
         self.rank, self.folder, self.output = Rank(), new_run_folder(config), io.StringIO()
         self.places = FakePlaces(config, lambda lane: self.rank)
         self.clock = fake_time(monkeypatch, ranks_module, controller_module, signals)
-        view = View(config, console=Console(file=self.output))
-        self.controller = OfflineController(
-            folder=self.folder, places=self.places, model_folder=folder / "model", view=view
-        )
+        self.controller = self._controller()
+
+    def _controller(self) -> OfflineController:
+        view = View(self.places.config, console=Console(file=self.output))
+        model = self.folder.path / "model"
+        return OfflineController(folder=self.folder, places=self.places, model_folder=model, view=view)
 
     def run(self, on_step: Callable[[Any], Any] | None = None) -> dict[str, Any]:
         """Run to the end; handlers of signals are as before afterwards."""
         with handlers_kept():
             return self.controller.run(on_step)
+
+    def resume(self, **run: Any) -> None:
+        """Have `run` resume the run, with other settings, by a rank without hooks."""
+        config = self.places.config
+        changed = config.run.model_copy(update={"resume": str(self.folder.path), **run})
+        self.places.config = config = config.model_copy(update={"run": changed})
+        assert self.folder.finished(config) is None
+        self.rank.hooks, self.folder = {}, RunFolder.resume(config)
+        self.folder.go_on(config)
+        self.controller = self._controller()
 
     @property
     def saved(self) -> list[int]:
