@@ -8,6 +8,7 @@ import errno
 import functools
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 from areal_lite.errors import ConfigError
 from areal_lite.record.metrics import Metric
+
+logger = logging.getLogger(__name__)
 
 Sample = tuple[int, str, str, str, float | None]
 """Step, prompt, answer, completion and reward."""
@@ -53,16 +56,21 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list[Tracker]:
-    """Open the services that `run.trackers` names, for a folder with a `config.json`; a `ConfigError` if one fails."""
+    """Open the services that `run.trackers` names, for a folder with a `config.json`.
+
+    Raises:
+        ConfigError: One fails, and the run has no steps that it could lose; later it is left out.
+    """
     kinds: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MlFlow}
     trackers = []
     for name in names:
         try:
             trackers.append(kinds[name](folder, next_step))
         except Exception as error:  # the packages' own, of many kinds
-            raise ConfigError(
-                f"run.trackers={name} cannot be opened: {type(error).__name__}: {error}. Fix: set it up, or remove it"
-            ) from error
+            problem = f"run.trackers={name} cannot be opened: {type(error).__name__}: {error}"
+            if next_step == 1:
+                raise ConfigError(f"{problem}. Fix: set it up, or remove it") from error
+            logger.warning("%s; it gets no figures until the next start", problem)
     return trackers
 
 

@@ -97,7 +97,10 @@ def test_a_full_disk_is_one_line_and_no_traceback(
 def test_one_that_fails_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Seen failing with the errors of files alone caught."""
+    """Seen failing with the errors of files alone caught.
+
+    Not even one that cannot be opened, unless there is no step yet: seen failing with a restart that it ended.
+    """
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no server")
@@ -106,7 +109,12 @@ def test_one_that_fails_ends_no_run(
     monkeypatch.setattr(recorder_module, "open_trackers", lambda *_, **__: [place])
     with caplog.at_level(logging.WARNING):
         two_steps(tmp_path)
+        monkeypatch.undo()
+        assert open_trackers(["tensorboard"], tmp_path, next_step=3) == []
     assert "no server" in caplog.text
+    assert "run.trackers=tensorboard cannot be opened: FileNotFoundError" in caplog.text
+    with pytest.raises(ConfigError, match=r"run\.trackers=tensorboard cannot be opened"):
+        open_trackers(["tensorboard"], tmp_path, next_step=1)
     assert len(RunFolder(tmp_path / "run").read("metrics.jsonl")) == 2
 
 
