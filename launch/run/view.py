@@ -1,6 +1,7 @@
 """What a person sees of an active run: a live panel on a terminal, plain lines elsewhere."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +23,8 @@ Row = Mapping[str, Any]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
+_INFINITE = (sys.float_info.max, -sys.float_info.max)
+"""What stands for an infinite figure in a row: it is shown as one that is not there."""
 _REFRESH_PER_S = 2.0
 
 
@@ -68,8 +71,8 @@ class View:
             evaluations: Figures over the held-out rows, by completed steps.
             shares: Of the time so far, by the names of `SHARES`.
         """
-        self._row = {**row, **(shares or {})}
-        self._goals.append(row[next(metric.name for metric in self._metrics if metric.panel)])
+        self._row = {name: None if value in _INFINITE else value for name, value in {**row, **(shares or {})}.items()}
+        self._goals.append(self._row[next(metric.name for metric in self._metrics if metric.panel)])
         self._evaluations = evaluations
         is_due = time.monotonic() - self._plain_at >= self._plain_every_s
         if self._live is None and (is_due or row["step"] == self._config.run.steps):
@@ -141,7 +144,7 @@ class View:
 
 
 class Stream:
-    """Output whose reader may be gone, such as a closed terminal, or whose disk may be full."""
+    """Output whose reader may be gone, such as a closed terminal, or may lack characters, or whose disk may be full."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -151,8 +154,9 @@ class Stream:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_values_that_are_not_there_are_dashes() -> None:
     lines = screen.lines()
     for label in ("reward  ", "held out", "groups  "):
         assert any(f"{label}  -" in line for line in lines)
+
+
+def test_infinite_figures_are_dashes_and_in_no_curve() -> None:
+    """A row holds the largest float in their place. Seen failing with a sum of two, and with 309 digits."""
+    screen = Screen()
+    for step in range(100):
+        screen.step(reward_mean=sys.float_info.max if step > 90 else 2.0)
+    (line,) = (line for line in screen.lines() if "reward  " in line)
+    assert "reward    -  2.00" in line
+
+
+def test_characters_that_a_terminal_lacks_are_replaced() -> None:
+    """Seen failing with a run that an arrow ended."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    View(CONFIG, console=Console(file=file, width=200)).step(ROW, evaluations=EVALUATIONS)
+    file.seek(0)
+    assert "0.210 ? 0.410" in file.read()
 
 
 @pytest.mark.parametrize("text", ["list [0, 1] and [bold] and [/usr/lib] end", "a [/] b", "[red]"])
