@@ -260,9 +260,9 @@ class Controller(ABC):
             self._interrupts.give_notice("the loss of Ray's head process (GCS)")
         self._announce_stop()
         if self._unwritten is not None:
-            row = self._write(self._unwritten)
-            self._unwritten = None
-            self._call_back(row)
+            record = self._unwritten
+            self._unwritten = None  # first, so that a row whose display fails is not written twice
+            self._call_back(self._write(record))
         self._advance_save()
         self._poll_processes()
 

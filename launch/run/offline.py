@@ -56,6 +56,11 @@ class OfflineController(Controller):
         self._save_if_due()
         return True
 
+    def _before_last_save(self, status: str) -> str:
+        if status == "done" and not self._interrupts.notice and self._version not in self._recorder.evaluations:
+            self._evaluate()  # it failed before a restart or a resume
+        return status
+
     def _evaluate(self) -> None:
         (measured, *_) = self._ask("evaluate", waiting_for="an evaluation")
         if measured:

@@ -59,6 +59,25 @@ def test_a_trained_step_has_its_row_even_if_its_evaluation_fails(start: Start) -
     assert run.steps == run.saved == [1]
 
 
+def test_a_last_evaluation_that_fails_is_made_by_a_resume(start: Start) -> None:
+    """Seen failing with a resume that ends without it."""
+    run = start(max_restarts=0)
+    run.rank.hooks["evaluate"] = failing(None, RankDied("trainer/1 died"))
+    with pytest.raises(RankDied):
+        run.run()
+    run.resume()
+    assert run.run()["eval"].keys() == {"0", "6"}
+
+
+def test_a_row_that_cannot_be_shown_is_written_once(start: Start) -> None:
+    """Seen failing with a second one, by the save of the step."""
+    run = start()
+    run.rank.hooks["step"] = lambda *_: run.output.close()
+    with pytest.raises(ValueError, match="closed file"):
+        run.run()
+    assert run.steps == [1]
+
+
 @pytest.mark.parametrize("is_there", [True, "late", False])
 def test_the_manifest_holds_what_the_ranks_hashed(
     start: Start, is_there: bool | str, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +186,7 @@ def test_a_notice_at_the_end_leaves_the_export_to_a_resume(start: Start, during:
 def test_a_run_with_more_steps_keeps_its_model_until_it_has_trained_one(start: Start, is_notice: bool) -> None:
     """Seen failing with the same step saved again, without the model."""
     run = start()
-    run.rank.hooks["export"] = Path.mkdir
+    run.rank.hooks |= {"export": Path.mkdir, "evaluate": lambda: Reference(dict)}
     run.run()
     run.resume(steps=7)
     run.rank.hooks["evaluate"] = notice_at(run, "step-000006") if is_notice else failing(ZeroDivisionError())

@@ -75,6 +75,8 @@ class Rank:
             self.copied.append(args[0])
         if method == "save":
             args[0].mkdir()
+        if method == "evaluate":
+            return {"figures": {"loss": 0.5}}
         return self._version if method == "load" else {}
 
 
