@@ -162,14 +162,12 @@ def _tokenizer(config: Config | OfflineConfig, folder: Path | None) -> Tokenizer
 
 
 def _load_prompts(config: Config, tokenizer: Tokenizer, reach: Reach) -> Loaded:
-
     if reach < Reach.CLUSTER and any(":" in source.source for source in config.data.sources.values()):
         return Loaded(config=config)  # a function that is imported on other machines makes the rows
-    prompts = load_sources(config, tokenizer, "train")
-    check_argument_names(config, chain.from_iterable(prompts.values()))
+    prompts, held_out = load_sources(config, tokenizer, "train"), load_source(config, tokenizer, "eval")
+    check_argument_names(config, chain(*prompts.values(), held_out))
     if reach >= Reach.MACHINE:  # elsewhere a verifier may find what is missing here
         check_first_calls(config, chain.from_iterable(prompts.values()))
-    held_out = load_source(config, tokenizer, "eval")
     if config.reward_watch.verifiers and not held_out:
         raise ConfigError(
             "reward_watch compares rewards of held-out rows: expected some, got none. Fix: set data.eval_path, or "

@@ -1,5 +1,6 @@
 """Verifiers with arguments, those that take long to load, and the learned reward among them, in real processes."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,9 +64,17 @@ def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) ->
     assert reply.failure == "exception:TypeError"
 
 
-def test_such_a_column_is_refused_before_anything_starts() -> None:
-    from areal_lite.launch.run.recipe_check import check_argument_names
+def test_such_a_column_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Of held-out rows as well: seen failing with each evaluation instead."""
+    from areal_lite.launch.run.recipe_check import Reach, check_argument_names, check_recipe
 
+    data = {"source": "jsonl"}
+    for key, row in {"path": {}, "eval_path": {"level": 1}}.items():
+        data[key] = str(tmp_path / key)
+        Path(data[key]).write_text(json.dumps({"question": "1+1=?", "answer": "2", **row}))
+    settings = {"data": data, "model": {"warm_start": {"steps": 0}}, "verifier": {"arguments": {"level": 2}}}
+    with pytest.raises(ConfigError, match="got level"):
+        check_recipe(parse_config(settings), Reach.FILES)
     config = parse_config({"verifier": {"arguments": {"model": "x", "level": 2}}})
     prompt = make_prompt(level=1)
     with pytest.raises(ConfigError, match=r"verifier\.arguments must have names of their own, got level"):
