@@ -136,9 +136,10 @@ class Controller(ABC):
             self._processes.kill()
 
     def _may_go_back(self, failure: Exception) -> bool:
-        """True if a restart can help; False if a node is unreachable."""
-        is_hopeless = isinstance(failure, FruitlessError) or self._places.placement.out_of_reach()
-        return not (self._interrupts or self._restarts_left == 0 or is_hopeless)
+        """True if a restart can help; False if the node of a process that it starts is unreachable."""
+        if self._interrupts or self._restarts_left == 0 or isinstance(failure, FruitlessError):
+            return False
+        return self._places.placement.reaches("queue", *self._ranks.handles)
 
     def _go_back(self, failure: Exception) -> None:
         """Restart from the latest checkpoint, after saving the current step if it is complete."""

@@ -42,9 +42,9 @@ class Placement:
             if lanes and not listens(f"{node.address}:{node.port}", timeout_s=_ANSWER_TIMEOUT_S)
         ]
 
-    def reaches(self, lane: str) -> bool:
-        """Whether Ray answers on a lane's node, and so can start processes there."""
-        return all(node.key != self.key_of[lane] for node in self.out_of_reach())
+    def reaches(self, *lanes: str) -> bool:
+        """Whether Ray answers on the nodes of lanes, and so can start processes there."""
+        return not {self.key_of.get(lane) for lane in lanes}.intersection(node.key for node in self.out_of_reach())
 
     def with_nodes(self, error: BaseException) -> BaseException:
         """Return an error with the nodes of the processes that it names, and the unreachable nodes."""
