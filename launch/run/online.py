@@ -59,14 +59,11 @@ class OnlineController(Controller):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        of_rewards = [] if self._config.objective.reward_scale == 0 else [spread_warning]  # 0: a teacher's alone
-        self._warnings = [stale_warning, *of_rewards, growth_warning, link_warning]
-        """Checks of the rows so far that have found nothing yet: each warns once."""
         self._first_version = 0
         self._parity = ParityCheck(
             self._config, model_folder=self._model_folder, ask=self._ask, report=self._report_parity
         )
-        self._wanted: Mapping[Role, int] = {}
+        self._wanted = dict[Role, int]()
         """Numbers of workers asked for by `areal-lite scale`, until the next wait for a batch."""
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
@@ -89,6 +86,9 @@ class OnlineController(Controller):
                 own=[self._trainer_lane, self._handover_lane, self._controller_lane],
             )
         self._ranks = self._cluster.ranks
+        of_rewards = [] if self._config.objective.reward_scale == 0 else [spread_warning]  # 0: a teacher's alone
+        self._warnings = [stale_warning, *of_rewards, growth_warning, link_warning]
+        """Checks of the rows so far that have found nothing since the last start: each warns once."""
         self._evaluations = Evaluations(
             self._cluster, self._eval_prompts, recorder=self._recorder, lane=self._controller_lane, view=self._view
         )
@@ -256,7 +256,7 @@ class OnlineController(Controller):
         super()._tick()
 
     def _poll_processes(self) -> None:
-        self._wanted = scaling.take(self._folder.path) or self._wanted
+        self._wanted |= scaling.take(self._folder.path)
         self._cluster.watch_workers()
         if replaced := self._cluster.replaced:
             self._cluster.replaced = None

@@ -84,15 +84,44 @@ def test_a_queue_that_dies_is_replaced_and_reported_once(start: Start) -> None:
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
 
 
-def test_too_little_to_train_on_or_to_learn_from_is_a_warning_each(start: Start) -> None:
-    """On the terminal and in the summary, once. Seen failing with a warning a step, and with the first one alone."""
-    run = start(steps=12)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_too_little_to_train_on_or_to_learn_from_is_a_warning_each(start: Start, restarts: int) -> None:
+    """On the terminal and in the summary, once. Seen failing with a warning a step, and with the first one alone.
+
+    A restart makes them again: seen failing with those of steps that are trained again in no summary.
+    """
+    run, steps = start(steps=12), itertools.count(1)
     lost = {"tokens_by_quarter": {"257-1024": [[9] * 4, [1, 9, 9, 9]]}, "varied_groups_fraction": 0.0}
-    run.answers["step"] = lambda *_: STATS | lost
+
+    def step(*_: Any) -> dict[str, Any]:
+        if restarts and next(steps) == 12:
+            run.actors[RANK].dies_of = died()
+            raise died()
+        return STATS | lost
+
+    run.answers["step"] = step
     first, second = run.run()["warnings"]
     assert "of quarter 1 of the samples" in first
     assert second.startswith("step 10: nothing to learn from")
-    assert run.output.getvalue().count("nothing to learn from") == 1
+    assert run.output.getvalue().count("nothing to learn from") == 1 + restarts
+
+
+def test_two_requests_for_workers_in_a_step_both_count(start: Start) -> None:
+    """Seen failing with the first one dropped."""
+    run = start(steps=2, checkpoint_every=1)
+    request = run.folder.path / "scale.json"
+
+    def groups(**_: Any) -> list[Any]:
+        request.write_text('{"rollout": 2}')
+        return []
+
+    def step(*_: Any) -> dict[str, Any]:
+        request.write_text('{"verifier": 2}')
+        return dict(STATS)
+
+    run.queue["batch_groups"], run.answers["step"] = groups, step
+    run.run()
+    assert "starting rollout/1, verifier/1, dismissing none" in run.output.getvalue()
 
 
 @pytest.mark.parametrize("stop", [True, False])
