@@ -40,6 +40,7 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     """Its loss and its return are said and written once; a restart counts tokens from there on.
 
     Seen failing with counts that go back to 0, at any loss, and with all tokens again in the first row after a restart.
+
     A verifier's end is that of the run, and is told then. Seen failing with a line here, too.
     """
     watched = Watched()
