@@ -41,6 +41,8 @@ class Evaluations:
         self._step, self._start = 0, 0.0
         self._parts: dict[str, list[Prompt]] = {}
         self._pairs: list[tuple[Prompt, Sample | None]] | None = None
+        self.is_lost = False
+        """Whether the last one ended without a result."""
         self.alarm: Alarm | None = None
         """The first one of `reward_watch` since the start."""
 
@@ -50,9 +52,13 @@ class Evaluations:
 
     def begin(self, step: int) -> None:
         """Begin one, if there are prompts, and engines for them."""
+        if self:
+            self._view.print(f"the evaluation of step {step} is skipped: that of step {self._step} is still running")
+            return
         engines = list(self._cluster.engines.handles.items())
+        self._step, self._start, self._pairs, calls = step, now(), None, {}
+        self.is_lost = False
         if self._prompts and engines:
-            self._step, self._start, self._pairs, calls = step, now(), None, {}
             # All parts start at once; each has an answer of its own, so that an evaluation cut short keeps some.
             num_parts = max(len(engines), -(-len(self._prompts) // _PART_SIZE))
             for number in range(min(num_parts, len(self._prompts))):
@@ -62,7 +68,13 @@ class Evaluations:
                 calls[part] = handle.evaluate.remote(self._parts[part])
             self._calls = Calls(calls)
         elif self._prompts:
-            self._view.print(f"the evaluation of step {step} was lost: no rollout worker is there")
+            self.lose("no rollout worker is there")
+
+    def lose(self, reason: str) -> None:
+        """End the one in progress without a result."""
+        self._view.print(f"the evaluation of step {self._step} was lost: {reason}")
+        self.is_lost = True
+        self.end()
 
     def end(self) -> None:
         """Forget the one in progress."""
@@ -90,9 +102,7 @@ class Evaluations:
         for _, error in self._calls.answers(wait_s):
             if error is not None:
                 # An error that also ends the run is printed in full then.
-                reason = shorten(describe(error), 160, placeholder=" ...")
-                self._view.print(f"the evaluation of step {self._step} was lost: {reason}")
-                return self.end()
+                return self.lose(shorten(describe(error), 160, placeholder=" ..."))
         if not self._calls.pending:
             self._advance(self._calls.values)
 
@@ -101,8 +111,7 @@ class Evaluations:
             if self._cluster.verifiers:
                 self._calls = self._score(values)
             else:
-                self._view.print(f"the evaluation of step {self._step} was lost: no verifier worker is there")
-                self.end()
+                self.lose("no verifier worker is there")
             return
         (replies,) = values.values()
         result = self._result(self._pairs, replies)

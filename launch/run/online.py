@@ -106,6 +106,7 @@ class OnlineController(Controller):
     def _prepare(self, checkpoint: Path | None) -> None:
         self._cluster.queue.open_admission()
         self._cluster.serve()
+        self._evaluate_if_due()  # that of this step may have ended after its save began
 
     def _step(self) -> bool:
         batch_id = f"step-{self._version + 1}"
@@ -136,8 +137,7 @@ class OnlineController(Controller):
         finally:  # the step is trained and will be saved, even if the rest failed
             record["timings"].setdefault("publish_s", time.monotonic() - trained)
             self._unwritten = record
-        if self._is_due(self._config.run.eval_every) and not self._evaluations:
-            self._evaluations.begin(self._version)
+        self._evaluate_if_due()
         self._save_if_due()
         return True
 
@@ -148,15 +148,13 @@ class OnlineController(Controller):
         wait_s = 0.0
         while True:
             self._scale()
-            self._cluster.check_workers()
+            self._revive_engines()
             rewards = queue.take(batch_id=batch_id, wait_s=wait_s)
             if rewards is not None or self._interrupts:
                 return rewards
             wait_s = POLL_S
             if self._cluster.is_halted:
                 self._watchdog.restart()
-            if self._cluster.awaits_publication:
-                self._hand_over(stamp_ledger=lambda: None)
             status = queue.status()
             ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
             ended_before = ended if ended_before is None else ended_before
@@ -167,6 +165,12 @@ class OnlineController(Controller):
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
+
+    def _revive_engines(self) -> None:
+        """Check the workers; where all engines are restarting, publish for those that are ready."""
+        self._cluster.check_workers()
+        if self._cluster.awaits_publication:
+            self._hand_over(stamp_ledger=lambda: None)
 
     def _check_progress(self, reading: Hashable, *, waiting_for: str, culprit: Callable[[], str]) -> None:
         """Check a wait for workers: where one of them hangs it is replaced, and only then does the wait fail."""
@@ -292,8 +296,16 @@ class OnlineController(Controller):
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
         return row
 
+    def _evaluate_if_due(self) -> None:
+        if self._is_due(self._config.run.eval_every) and self._version not in self._recorder.evaluations:
+            self._evaluations.begin(self._version)
+
     def _evaluate_now(self) -> None:
         """Evaluate under one version, with nothing beside it; Ctrl-C ends it, and what is evaluated by then counts."""
+        while self._cluster.is_halted and not self._interrupts:  # a restart has a deadline of its own
+            self._revive_engines()
+            self._tick()
+            time.sleep(POLL_S)
         self._evaluations.begin(self._version)
         if self._evaluations:
             self._view.print(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
@@ -308,11 +320,12 @@ class OnlineController(Controller):
     def _before_last_save(self, status: str) -> str:
         self._cluster.mark_batch_taken()
         self._cluster.queue.close_admission()
-        self._evaluations.end()
+        if self._evaluations:
+            self._evaluations.lose("the run ends")
         if status == "done":
             self._evaluate_now()
-        # If Ctrl-C cut the evaluation short, a resume completes it.
-        return "interrupted" if self._interrupts else status
+        # If the evaluation was cut short by Ctrl-C or lost with a worker, a resume completes it.
+        return "interrupted" if self._interrupts or self._evaluations.is_lost else status
 
     def _queue_state(self) -> bytes:
         return self._cluster.queue.save()

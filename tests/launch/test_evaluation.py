@@ -90,10 +90,15 @@ def test_an_evaluation_in_which_nothing_was_scored_is_no_accuracy_of_0(monkeypat
 
 @pytest.mark.parametrize("num_done", [0, 2])
 def test_an_evaluation_cut_short_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, num_done: int) -> None:
-    """Two of three parts of 40 problems, or none. Seen failing with all of it lost, however long it had taken."""
+    """Two of three parts of 40 problems, or none. Seen failing with all of it lost, however long it had taken.
+
+    One that falls due meanwhile is skipped: seen failing without a line.
+    """
     run = Evaluated(monkeypatch, {f"eval/{number}": Reply(1.0) for number in range(40)})
     run.num_done = num_done
     run.evaluations.begin(5)
+    run.evaluations.begin(6)
+    assert run.lines.pop() == "the evaluation of step 6 is skipped: that of step 5 is still running"
     run.evaluations.poll()
     run.evaluations.cut_short()
     assert not run.evaluations
