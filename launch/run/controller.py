@@ -245,11 +245,7 @@ class Controller(ABC):
         self._tick()
         while late := self._ranks.wait(calls, POLL_S):
             self._tick()
-            if self._interrupts.is_overdue():
-                raise StallError(
-                    f"the run could not stop in time after {self._interrupts.notice}: run.save_deadline_s="
-                    f"{self._config.run.save_deadline_s:g} are over, and it still waits for {waiting_for}"
-                )
+            self._answer_stop(waiting_for)
             progress = (len(late), self._ranks.progress())
             culprit = functools.partial(self._ranks.describe, late)
             self._watchdog.check(progress, waiting_for=waiting_for, culprit=culprit)
@@ -272,6 +268,15 @@ class Controller(ABC):
         if self._interrupts.is_unannounced():
             why = self._interrupts.notice or "press Ctrl-C again to stop at once"
             self._view.print(f"stopping after this step and saving ({why}) ...")
+
+    def _answer_stop(self, waiting_for: str) -> None:
+        """Confirm a request to stop; after the deadline of a notice, end the wait."""
+        self._announce_stop()
+        if self._interrupts.is_overdue():
+            raise StallError(
+                f"the run could not stop in time after {self._interrupts.notice}: run.save_deadline_s="
+                f"{self._config.run.save_deadline_s:g} are over, and it still waits for {waiting_for}"
+            )
 
     def _call_back(self, row: Mapping[str, Any]) -> None:
         try:

@@ -24,6 +24,8 @@ class RayEngines:
         self._timeout_s, self._on_drop = timeout_s, on_drop
         self.expects_more: Callable[[], bool] = lambda: False
         """Whether others are starting, so that having none is no reason to end the run."""
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Called beside each wait, so that a stop is answered while samples drain."""
         self._last_lost = ""
         self._method, self._calls = "", Calls({})
 
@@ -45,6 +47,7 @@ class RayEngines:
         """Wait for the calls of `begin`, as `each` does: draining may take long, so tokens count as progress."""
         watchdog, calls = Watchdog(self._timeout_s), self._calls
         while calls.pending:
+            self.meanwhile()
             for name, error in calls.failures(_SLICE_S).items():
                 self.drop(name, f"{self._method}: {describe(error)}")
             if calls.pending:

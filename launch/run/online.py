@@ -86,6 +86,7 @@ class OnlineController(Controller):
                 own=[self._trainer_lane, self._handover_lane, self._controller_lane],
             )
         self._ranks = self._cluster.ranks
+        self._cluster.engines.meanwhile = functools.partial(self._answer_stop, "a weight sync")
         of_rewards = [] if self._config.objective.reward_scale == 0 else [spread_warning]  # 0: a teacher's alone
         self._warnings = [stale_warning, *of_rewards, growth_warning, link_warning]
         """Checks of the rows so far that have found nothing since the last start: each warns once."""

@@ -19,6 +19,7 @@ from areal_lite.launch.run import cluster as cluster_module
 from areal_lite.launch.run import controller as controller_module
 from areal_lite.launch.run import ranks as ranks_module
 from areal_lite.launch.run import restarts as restarts_module
+from areal_lite.launch.run import signals
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import METRICS
@@ -45,9 +46,9 @@ class Actor:
                 self._all.log.append((self._lane, name))
 
             def is_ready() -> bool:
-                if method == "start":
-                    return self._all.clock.now >= begun + self._all.starts_take_s
-                return method != "run" or self.dies_of is not None
+                if method == "run":
+                    return self.dies_of is not None
+                return self._all.clock.now >= begun + self._all.takes_s.get(method, 0.0)
 
             return Reference(lambda: self._answer(name, args), is_ready=is_ready)
 
@@ -79,7 +80,8 @@ class Actors:
         """Answers of the queue, by request."""
         self.requests: list[Any] = []
         """Of the queue, with their values."""
-        self.starts_take_s = 0.0
+        self.takes_s: dict[str, float] = {}
+        """How long the methods of actors take."""
         self.clock = fake_time(monkeypatch, ranks_module, cluster_module, restarts_module, *modules)
         monkeypatch.setattr(cluster_module, "QueueClient", lambda *_, **__: self)
         monkeypatch.setattr(ray, "kill", lambda _: None)
@@ -115,7 +117,7 @@ class OnlineRun(Actors):
         reward_watch: dict[str, Any] | None = None,
         **run: Any,
     ) -> None:
-        super().__init__(monkeypatch, controller_module)
+        super().__init__(monkeypatch, controller_module, signals)
         settings = {"dir": str(folder / "run"), "steps": 5, "checkpoint_every": 0, "eval_every": 0, "report": False}
         sections = {"weights": {"parity_every": 0}, "reward_watch": reward_watch or {}}
         config = parse_config({"run": settings | run, **sections})
