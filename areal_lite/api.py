@@ -99,8 +99,9 @@ def run(
 ) -> "Run":
     """Run a recipe to its end, on this machine or on the Ray cluster that RAY_ADDRESS names; blocks until then.
 
-    Works inside a running event loop (a notebook). Ctrl-C, and a callback that returns False, finish the step, save and
-    return; `run.summary["status"]` is then "interrupted", and `{"run.resume": run.path}` resumes it.
+    Works inside a running event loop (a notebook), and in a thread, which no signal reaches. Ctrl-C, or a callback
+    that returns False, finishes the step, saves and returns; `run.summary["status"]` is then "interrupted", and
+    `{"run.resume": run.path}` resumes it.
 
     Args:
         recipe: What `load_recipe` returned, or what it takes.

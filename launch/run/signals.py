@@ -7,6 +7,7 @@ SIGTERM, so those that this one starts have it blocked.
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Self
@@ -14,6 +15,11 @@ from typing import Any, Self
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 LEAVING = "ray-shutdown"
 """Name of the thread that leaves Ray. Where it hangs, Python's own exit crashes, and a command exits without it."""
+
+
+def _handled() -> tuple[signal.Signals, ...]:
+    """Signals that this thread may handle: Python gives them to the main thread alone."""
+    return (signal.SIGINT, *NOTICES) if threading.current_thread() is threading.main_thread() else ()
 
 
 @contextlib.contextmanager
@@ -37,7 +43,7 @@ def undisturbed() -> Iterator[None]:
     A signal mask would not do: another thread would take the signal, and the handler runs in the main thread.
     """
     came: list[int] = []
-    before = {number: signal.signal(number, lambda one, _: came.append(one)) for number in (signal.SIGINT, *NOTICES)}
+    before = {number: signal.signal(number, lambda one, _: came.append(one)) for number in _handled()}
     try:
         yield
     finally:
@@ -88,7 +94,7 @@ class Interrupts:
         self.request_stop()
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
+        self._before = {number: signal.signal(number, self._handle) for number in _handled()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)  # a parent may have blocked them
         return self
 

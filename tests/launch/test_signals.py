@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,17 @@ def test_what_is_started_with_notices_held_back_hears_none() -> None:
         os.kill(inner_pid, number)
     process.communicate("\n")
     assert process.returncode == 0
+
+
+def test_a_run_in_a_thread_leaves_signals_alone() -> None:
+    """Seen failing with a ValueError of Python's, and Ray's processes left behind."""
+
+    def enter() -> bool:
+        with undisturbed(), Interrupts(save_deadline_s=30) as interrupts:
+            return bool(interrupts)
+
+    with ThreadPoolExecutor() as pool:
+        assert not pool.submit(enter).result()
 
 
 def test_a_ctrl_c_that_any_thread_takes_is_answered_behind_an_undisturbed_block() -> None:
