@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from areal_lite.errors import HandoverError
+from areal_lite.errors import HandoverError, TrainerError
 from areal_lite.network import listen
 
 BUFFER_BYTES = 256 * 2**20
@@ -161,6 +161,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
 
         Raises:
             HandoverError: Engines did not join; if rank 0 itself failed, its error comes first.
+            TrainerError: The engines joined, and rank 0 did not.
         """
         super().__init__(client=client, source=source, is_sender=is_sender, packed_buffer_size_bytes=BUFFER_BYTES)
         if not is_sender:
@@ -184,7 +185,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
         try:
             self.model_update_group = opening.result(timeout_s)
         except TimeoutError:
-            raise HandoverError(
+            raise TrainerError(
                 "trainer rank 0 must form the group with the engines, which have joined, within "
                 f"weights.timeout_s={timeout_s:g} s, it did not: see NCCL's log, or raise it"
             ) from None
@@ -202,9 +203,9 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
             return
         try:
             self._send(_chunks(self._checked_iter(source, meta), self.packed_buffer_size_bytes))
-        except RuntimeError:
-            # NCCL noticed a failure itself. The engines, which have not received everything, report which one.
-            self.let_go()
+        except Exception:
+            self.let_go()  # the engines would wait for the rest
+            raise
 
     def _send(self, chunks: Iterator[torch.Tensor]) -> None:
         """Broadcast from a stream of its own, while the next chunk is gathered on the caller's stream.
@@ -218,7 +219,11 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
         for chunk in chunks:
             torch.cuda.current_stream().synchronize()
             sending.synchronize()  # the chunk before has been sent, and its memory is free
-            group.broadcast(chunk, src=0, stream=sending)
+            try:
+                group.broadcast(chunk, src=0, stream=sending)
+            except RuntimeError:
+                # NCCL noticed a failure itself. The engines, which have not received everything, report which one.
+                self.let_go()
             in_flight.append(chunk)
         sending.synchronize()
 

@@ -69,8 +69,8 @@ class _PatientClient:
     The trainer's ranks wait for each other between the calls; a rank that raised would block the others forever.
     """
 
-    def __init__(self, client: Any, blamed: Callable[[Exception], Mapping[str, str]]) -> None:
-        self._client, self._blamed = client, blamed
+    def __init__(self, client: Any) -> None:
+        self._client = client
         self.failures: Mapping[str, str] = {}
         """Reasons, not the error: its traceback would keep the copies that were sent alive."""
         self._handles: list[dict[str, tuple[Any, ...]]] = []
@@ -82,8 +82,8 @@ class _PatientClient:
             if not self.failures:
                 try:
                     getattr(self._client, method)(*arguments)
-                except Exception as error:
-                    self.failures = self._blamed(error)
+                except HandoverError as error:
+                    self.failures = error.engines
             if method == "finish_weight_update" and self.failures:
                 self._release()
 
@@ -150,8 +150,8 @@ class WeightPublisher:
             self._members = list(clients)
             try:
                 self._senders = {"": self._connect_group(group_client, num_engine_ranks)}
-            except Exception as error:
-                failures |= self._blamed(error)
+            except HandoverError as error:
+                failures |= error.engines
             return failures
         self._senders = {name: sender for name, sender in self._senders.items() if name in kept}
         new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
@@ -183,8 +183,8 @@ class WeightPublisher:
                     (sender := self._senders[""]).send_weights()
                     if isinstance(sender.client, _PatientClient):
                         failures |= sender.client.failures
-                except Exception as error:
-                    failures |= self._blamed(error)
+                except HandoverError as error:
+                    failures |= error.engines
             return failures
         if self._rank != 0:
             for _ in self._source:  # rank 0 gathers
@@ -206,11 +206,6 @@ class WeightPublisher:
         tied = [(name, names.get(id(value))) for name, value in self._model.named_parameters(remove_duplicate=False)]
         return sums | {plain_name(name): sums[first] for name, first in tied if first in sums}
 
-    def _blamed(self, error: Exception) -> Mapping[str, str]:
-        """Return the engines that failed, and why; all of a broken group, if the error names none."""
-        named = error.engines if isinstance(error, HandoverError) else {}
-        return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
-
     def _connect_group(self, client: Any, num_engine_ranks: int) -> Any:
         if self._transport == "nccl":
             from areal_lite.weights.nccl import NcclSender
@@ -221,7 +216,7 @@ class WeightPublisher:
 
         own = IPCTrainerInitInfo(rank=self._rank)
         sender = IPCTrainerWeightTransferEngine.trainer_init(own, client=client, source=self._source)
-        sender.client = _PatientClient(client, self._blamed)
+        sender.client = _PatientClient(client)
         return sender
 
 

@@ -393,6 +393,30 @@ def test_what_nccl_notices_itself_is_put_down_to_the_engine(monkeypatch: pytest.
     assert run.has_the_weights("a")
 
 
+def test_an_error_of_a_trainer_rank_is_raised_and_costs_no_engine(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are let go. Seen failing with every engine lost, one after the other, and no cause."""
+    run, over_ipc = Run(monkeypatch, "ab"), ipc_publisher(TinyModel(seed=1), "")
+    run.hand_over()
+    helper = WeightPublisher(
+        TinyModel(seed=1), transport="nccl", dtype=torch.float32, rank=1, host=HOST, ports=PORTS, timeout_s=SHORT_S
+    )
+    helper.connect({"a": None}, group_client=None, num_engine_ranks=1)
+
+    def fail(name: str, tensor: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    watch_gathered(monkeypatch, fail)
+    for publish in (run.hand_over, helper.publish, over_ipc.publish):
+        with pytest.raises(torch.OutOfMemoryError):
+            publish()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):  # vLLM's, which waits for the engines' answers
+            thread.join(SHORT_S)
+    assert run.lost == {}
+
+
 def test_a_source_is_gathered_whole_though_its_sender_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's other ranks gather along, and would wait forever. Seen failing without the end of `whole`."""
     seen: list[str] = []
