@@ -139,19 +139,22 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
     elsewhere = numbers["experts"] * (1 - 1 / trainer.mesh.expert)  # those that a rank never has
     gathered = layer - elsewhere / num_layers
     is_spread = trainer.ranks > 1 or itemsize < 4 or trainer.offload
-    own = layer * num_layers / ranks + outer * tensor / ranks  # tensor parallelism splits layers alone
+    own = _kept(model, config)
     trained, own_bytes = own, 4 * own
     if trainer.lora is not None:
         with torch.device("meta"):
             add_adapters(model, trainer.lora, base_dtype=torch.float32, seed=0)
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / ranks
         own_bytes = itemsize * own + 4 * trained
+    in_full = trainer.lora is None or objective.baseline == "critic"  # a critic learns after the policy, in full
+    learned = own if in_full else trained
     if trainer.reduce_every == "update" and is_spread:
-        gradients = 4 * (trained * ranks - (elsewhere if trainer.lora is None else 0))
+        gradients = 4 * (learned * ranks - (elsewhere if in_full else 0))
     else:
-        gradients = 4 * trained + (4 * gathered / tensor if is_spread and trainer.lora is None else 0)
+        gradients = 4 * learned + (4 * gathered / tensor if is_spread and in_full else 0)
     parts = {
-        "parameters": own_bytes + (itemsize * (outer + 2 * gathered / tensor) if is_spread else 0),
+        "parameters": own_bytes,
+        "gathered parameters": itemsize * (outer + 2 * gathered / tensor) if is_spread else 0,
         "gradients": gradients,
         "optimiser": 8 * trained,
         **_activation_parts(
@@ -162,12 +165,12 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         reference = model
         if objective.reference_path is not None:
             reference = empty_model(architecture_of(config, of_reference=True))
-        parts["reference model"] = itemsize * num_parameters(reference)["all"] / ranks
+        parts["reference model"] = itemsize * _kept(reference, config)
     if objective.baseline == "critic":
-        parts["critic"] = 12 * numbers["all"] / ranks  # float32 weights and two moments; its gradients come later
+        parts["critic"] = 12 * own  # float32 weights and two moments
     host = 0.0
     if trainer.offload:
-        waiting = {"parameters": own_bytes, "gradients": 4 * trained * (trainer.reduce_every == "micro_batch")}
+        waiting = {"parameters": own_bytes, "gradients": 4 * learned * (trainer.reduce_every == "micro_batch")}
         waiting |= {name: parts[name] for name in ("optimiser", "reference model", "critic") if name in parts}
         host = sum(waiting.values())
         parts = {name: size - waiting.get(name, 0.0) for name, size in parts.items()}
@@ -180,6 +183,14 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         parts=parts,
         host=host,
     )
+
+
+def _kept(model: Any, config: Config) -> float:
+    """Return the numbers of a model that a rank keeps; tensor parallelism splits layers alone."""
+    in_layers = sum(weight.numel() for one in decoder_layers(model) for weight in one.parameters())
+    outer = sum(weight.numel() for weight in model.parameters()) - in_layers
+    mesh = config.trainer.mesh
+    return float(in_layers + outer * mesh.tensor) * mesh.replicate / config.trainer.ranks
 
 
 def _activation_parts(
@@ -247,11 +258,11 @@ def num_parameters(model: Any) -> Counter[str]:
 def handover_bytes(size: RankSize, config: Config) -> float:
     """Return the bytes of a publication on rank 0 (`gathers.py`).
 
-    Over nccl a layer, everything outside of layers, and the chunks that are packed and sent; over other transports the
-    whole model.
+    Over nccl a layer, everything outside of layers, and the chunks that are packed and sent; over ipc the whole model;
+    over gloo twice, gathered and packed.
     """
     if config.weights.transport != "nccl":
-        return size.num_parameters * itemsize_of(config)
+        return size.num_parameters * itemsize_of(config) * (2 if config.weights.staged else 1)
     return (size.outer_parameters + size.layer_parameters) * itemsize_of(config) + _HANDOVER_BUFFERS
 
 
@@ -303,6 +314,7 @@ def trainer_tokens_per_s(architecture: Any, size: RankSize, config: Config, *, t
     objective, minibatches = config.objective, config.trainer.minibatches
     passes = 3.0 + config.trainer.activation_checkpointing
     passes *= 2 if objective.baseline == "critic" else 1
+    passes -= config.trainer.lora is not None  # frozen weights take no gradient
     passes += (objective.kl != "none") + (objective.baseline == "critic")
     if objective.proximal == "recompute":
         passes += 1 if needs_proximal_first(objective) else 1 - 1 / minibatches

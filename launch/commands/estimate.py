@@ -1,15 +1,17 @@
 """`areal-lite estimate`: the memory of a recipe, whether it fits, and its peak throughput on GPUs."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import Config, load_config
+from areal_lite.config.reading import set_value
+from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.config.sections import BUILT_IN
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Gpu, Json, Overrides, ProfileFile, Recipe
@@ -19,6 +21,8 @@ PLACES = ("trainer rank", "engine", "other processes")
 """What takes memory; other processes than ranks and engines count where all share one machine's."""
 APART = "transfers (apart)"
 HOST = "in the host's memory (apart)"
+OF_AN_UPDATE = ("gathered parameters", "gradients", "activations", "activations kept by layers")
+"""What a trainer rank has during an update alone; transfers happen between updates."""
 FULL = 0.95
 """Usable share of a GPU's memory; the rest goes to CUDA, NCCL and gaps between tensors."""
 
@@ -71,7 +75,7 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     from areal_lite.train import memory
 
     is_cpu = config.run.device == "cpu"
-    card, architecture = memory.known_gpu(gpu), memory.architecture_of(config)
+    card, architecture = memory.known_gpu("H100" if is_cpu else gpu), memory.architecture_of(config)
     size = memory.rank_size(architecture, config)
     engine = memory.engine_parts(architecture, size, config, gib=card["gib"])
     token = memory.kv_bytes_per_token(architecture, config)
@@ -99,15 +103,21 @@ def in_gib(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def peak_gib(parts: Mapping[str, float]) -> float:
-    """Return the GiB of a place at its peak; a rank's transfers happen when its activations are free."""
-    return float(sum(value for name, value in parts.items() if name not in (APART, HOST)))
+    """Return the GiB of a place at its peak: in an update, or between two, when weights are transferred."""
+    return max(_without(parts, APART, HOST), _without(parts, *OF_AN_UPDATE, HOST))
+
+
+def _without(parts: Mapping[str, float], *names: str) -> float:
+    return float(sum(value for name, value in parts.items() if name not in names))
 
 
 def need_gib(config: Config, figures: Mapping[str, Any]) -> float:
     """Return the GiB of all processes of a run on one machine without GPUs, each at its peak."""
-    rank, engine, others = (peak_gib(figures[place]) for place in PLACES)
+    rank, ranks = figures["trainer rank"], config.trainer.ranks
+    between = ranks * _without(rank, *OF_AN_UPDATE, APART, HOST) + rank[APART]  # rank 0 alone has transfers
     num_engines = 0 if config.rollout.servers else config.rollout.workers
-    return config.trainer.ranks * rank + num_engines * engine + others
+    engines = num_engines * peak_gib(figures["engine"])
+    return float(max(ranks * _without(rank, APART, HOST), between)) + engines + peak_gib(figures["other processes"])
 
 
 def need_in_words(config: Config, figures: Mapping[str, Any]) -> str:
@@ -146,72 +156,85 @@ def memory_table(figures: Mapping[str, Any]) -> Table:
 def find_problems(config: Config, figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each place that does not fit, with what to change."""
     if config.run.device == "cpu":
-        if need_gib(config, figures) > figures["gib"]:
-            yield f"It does not fit: {need_in_words(config, figures)}. Fix: {_shrink_on_cpu(config, figures)}."
+        if not _rank_fits(config, figures):
+            yield f"It does not fit: {need_in_words(config, figures)}. Fix: {_fix_of_rank(config, figures)}."
         return
-    rollout, context, engine = config.rollout, config.model.max_context, figures["engine"]
-    taken = rollout.gpu_memory_fraction * figures["gib"] if config.weights.transport == "ipc" else 0.0
-    limit, peak = FULL * figures["gib"] - taken, peak_gib(figures["trainer rank"])
-    if peak > limit:
-        to_do = _shrink_rank(config, figures["trainer rank"], peak=peak, limit=limit)
-        yield f"A trainer rank does not fit: it needs {peak:.1f} of {limit:.1f} GiB on {figures['gpu']}. Fix: {to_do}."
-    if figures["kv_tokens"] < context and not rollout.servers:
+    if not _rank_fits(config, figures):
+        needed, limit = peak_gib(figures["trainer rank"]), _limit_gib(config, figures)
         yield (
-            f"An engine does not fit: {max(0.0, engine['KV cache']):.1f} GiB are left for the KV cache, "
-            f"{figures['kv_tokens']:,} tokens, but a sample may have model.max_context={context}. "
-            f"Fix: {_shrink_engine(config, engine)}."
+            f"A trainer rank does not fit: it needs {needed:.1f} of {limit:.1f} GiB on {figures['gpu']}. "
+            f"Fix: {_fix_of_rank(config, figures)}."
+        )
+    if not _engine_fits(config, figures):
+        yield (
+            f"An engine does not fit: {max(0.0, figures['engine']['KV cache']):.1f} GiB are left for the KV cache, "
+            f"{figures['kv_tokens']:,} tokens, but a sample may have model.max_context={config.model.max_context}. "
+            f"Fix: {_fix_of_engine(config, figures)}."
         )
 
 
-def _shrink_rank(config: Config, rank: Mapping[str, float], *, peak: float, limit: float) -> str:
-    """Return the cheapest change that can make a rank fit. More ranks shrink states, smaller passes activations.
+def _limit_gib(config: Config, figures: Mapping[str, Any]) -> float:
+    """Return the GiB of a GPU that a trainer rank can have; over ipc it shares the GPU with an engine."""
+    taken = config.rollout.gpu_memory_fraction if config.weights.transport == "ipc" else 0.0
+    return float((FULL - taken) * figures["gib"])
 
-    Args:
-        rank: GiB by part.
-        peak: GiB that it needs.
-        limit: GiB that it has.
-    """
+
+def _rank_fits(config: Config, figures: Mapping[str, Any]) -> bool:
+    if config.run.device == "cpu":
+        return need_gib(config, figures) <= float(figures["gib"])
+    return peak_gib(figures["trainer rank"]) <= _limit_gib(config, figures)
+
+
+def _engine_fits(config: Config, figures: Mapping[str, Any]) -> bool:
+    return bool(config.rollout.servers) or figures["kv_tokens"] >= config.model.max_context
+
+
+def _fix_of_rank(config: Config, figures: Mapping[str, Any]) -> str:
+    """Return the cheapest change with which a rank fits: smaller passes, recomputation, then more ranks or offload."""
     trainer, context = config.trainer, config.model.max_context
-    activations = sum(value for name, value in rank.items() if name.startswith("activations"))
-    states = peak - activations
-    one_row = activations * min(1.0, context / trainer.micro_batch_tokens)
-    if states < limit and not trainer.activation_checkpointing:
-        return "set trainer.activation_checkpointing=true"
-    if one_row >= limit:
-        return f"activations alone take {one_row:.1f}: lower model.max_context={context}, or take a larger GPU"
-    lower = f"lower trainer.micro_batch_tokens={trainer.micro_batch_tokens} to"
-    if states + one_row <= limit:
-        passes = int(trainer.micro_batch_tokens * (limit - states) / activations) // context
-        return f"{lower} {passes * context} or less"
-    also = ""
-    if activations >= limit:
-        activations, also = one_row, f"{lower} {context}, and "
-    ranks = math.ceil(trainer.ranks * states / (limit - activations))
-    more = f"{also}raise trainer.ranks={trainer.ranks} to {ranks} or more"
-    return more if trainer.offload else f"{more}, or set trainer.offload=true"
-
-
-def _shrink_on_cpu(config: Config, figures: Mapping[str, Any]) -> str:
-    """Return the cheapest change that makes a run fit where all processes share one memory."""
-    trainer, context, rank = config.trainer, config.model.max_context, figures["trainer rank"]
-    kept = rank["activations kept by layers"]
-    over = (need_gib(config, figures) - figures["gib"]) / trainer.ranks
-    rows = int((kept - over) / kept * trainer.micro_batch_tokens) // context
-    if rows >= 1:
-        return f"lower trainer.micro_batch_tokens={trainer.micro_batch_tokens} to {rows * context} or less"
+    passes, rows = list[dict[str, Any]]([{}]), trainer.micro_batch_tokens // context
+    while rows := rows // 2:
+        passes.append({"trainer.micro_batch_tokens": rows * context})
     if not trainer.activation_checkpointing:
-        return f"set trainer.activation_checkpointing=true and trainer.micro_batch_tokens={context}"
-    return "take a smaller model, or train adapters alone (trainer.lora)"
+        passes += [{"trainer.activation_checkpointing": True, **change} for change in passes]
+    fixes = [_first_that_fits(config, figures, passes, _rank_fits)]
+    if fixes == [None] and config.run.device == "cuda":
+        numbers = [trainer.ranks * 2**doublings for doublings in range(1, 7)]
+        ranks = [{"trainer.ranks": number, **change} for number in numbers for change in passes]
+        offload = [{"trainer.offload": True, **change} for change in passes]
+        fixes = [_first_that_fits(config, figures, changes, _rank_fits) for changes in (ranks, offload)]
+    other = "set weights.transport=nccl, " if config.weights.transport == "ipc" else ""
+    other += f"lower model.max_context={context}, train adapters alone (trainer.lora), or take a smaller model"
+    return ", or ".join(filter(None, fixes)) or other
 
 
-def _shrink_engine(config: Config, engine: Mapping[str, float]) -> str:
-    """Return what can make an engine fit, given GiB by part. More GPUs shrink only parameters and cache."""
-    rollout, budget = config.rollout, sum(engine.values())
-    rest, parameters = engine["activations"] + engine["transfers"], engine["parameters"]
-    if rest >= budget:
-        lower = f"lower rollout.slots={rollout.slots}"
-        return f"activations and transfers alone take {rest:.1f}: raise rollout.gpu_memory_fraction, or {lower}"
-    gpus = 2 * rollout.tensor_parallel
-    while parameters * rollout.tensor_parallel / gpus + rest >= budget:
-        gpus *= 2
-    return f"raise rollout.tensor_parallel={rollout.tensor_parallel} to {gpus} or more"
+def _fix_of_engine(config: Config, figures: Mapping[str, Any]) -> str:
+    """Return how many GPUs an engine needs, which share its parameters and its cache."""
+    numbers = [config.rollout.tensor_parallel * 2**doublings for doublings in range(1, 7)]
+    gpus = [{"rollout.tensor_parallel": number} for number in numbers]
+    other = f"raise rollout.gpu_memory_fraction, or lower rollout.slots={config.rollout.slots} or model.max_context"
+    return _first_that_fits(config, figures, gpus, _engine_fits) or other
+
+
+def _first_that_fits(
+    config: Config,
+    figures: Mapping[str, Any],
+    changes: Iterable[Mapping[str, Any]],
+    fits: Callable[[Config, Mapping[str, Any]], bool],
+) -> str | None:
+    """Return the first of these changes that is not refused and makes the recipe fit, in words."""
+    for change in changes:
+        raw = config.model_dump()
+        for key, value in change.items():
+            set_value(raw, key, value)
+        with suppress(ConfigError):
+            tried = parse_config(raw)
+            if fits(tried, all_figures(tried, gpu=figures["gpu"])):
+                return " and ".join(_in_words(key, attrgetter(key)(config), value) for key, value in change.items())
+    return None
+
+
+def _in_words(key: str, before: Any, after: Any) -> str:
+    if after is True:
+        return f"set {key}=true"
+    return f"{'raise' if after > before else 'lower'} {key}={before} to {after}"

@@ -11,6 +11,7 @@ from train_builders import make_config
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import ConfigError
 from areal_lite.train import memory
 
@@ -121,8 +122,9 @@ def test_the_formula_is_within_a_tenth_of_traced_peaks() -> None:
 def test_states_are_exact() -> None:
     """By hand, on 4 ranks: float32 weights, gradients and two moments; a layer's gradient is on its way.
 
-    Gathered in bfloat16: what is outside of the layers, and two of these. Seen failing with one layer, and with a
-    teacher as large as the student.
+    Gathered in bfloat16: what is outside of the layers, and two of these. Seen failing with one layer, with a teacher
+    as large as the student, with half of what lies outside of layers in critic and reference, and, where a policy has
+    adapters, without the critic's gradients.
     """
     config = make_config(
         model={"max_context": 256, "compute_dtype": "bfloat16"}, rollout={"max_new_tokens": 200},
@@ -133,14 +135,18 @@ def test_states_are_exact() -> None:
     outer = 4000 * 256 + 256  # tied embeddings and a norm
     assert (size.layer_parameters, size.outer_parameters) == (layer, outer)
     own = (4 * layer + outer) / 4
-    assert size.parts["parameters"] == 4 * own + 2 * (outer + 2 * layer)
+    assert (size.parts["parameters"], size.parts["gathered parameters"]) == (4 * own, 2 * (outer + 2 * layer))
     assert size.parts["gradients"] == 4 * own + 4 * layer
     assert size.parts["optimiser"] == 8 * own
     offloaded = memory.rank_size(architecture(), make_config(**config_of(config, offload=True)))
     assert offloaded.host == 16 * own
     assert offloaded.peak == size.peak - offloaded.host
-    ppo = memory.rank_size(architecture(), make_config(**config_of(config), objective={"preset": "ppo"}))
-    assert (ppo.parts["critic"], ppo.parts["reference model"]) == (12 * own, 2 * own)
+    for mesh, kept in (({}, own), ({"tensor": 2}, (4 * layer + 2 * outer) / 4)):
+        sections = config_of(config, mesh=mesh)
+        ppo = memory.rank_size(architecture(), make_config(**sections, objective={"preset": "ppo"}))
+        assert (ppo.parts["critic"], ppo.parts["reference model"]) == (12 * kept, 2 * kept)
+    adapters = make_config(**config_of(config, lora={"rank": 4}), objective={"preset": "ppo"})
+    assert memory.rank_size(architecture(), adapters).parts["gradients"] == size.parts["gradients"]
     teacher = {"preset": "distill", "reference_path": "Qwen/Qwen3-0.6B"}
     distilled = memory.rank_size(architecture(), make_config(**config_of(config), objective=teacher))
     assert distilled.parts["reference model"] == 2 * 596_049_920 / 4
@@ -159,7 +165,7 @@ def test_a_rank_gathers_its_own_experts_alone() -> None:
         for expert in (1, 4)
     )  # fmt: skip
     away = 6 * 3 * 64 * 768
-    assert whole.parts["parameters"] - spread.parts["parameters"] == 2 * 2 * away
+    assert whole.parts["gathered parameters"] - spread.parts["gathered parameters"] == 2 * 2 * away
     assert whole.parts["gradients"] - spread.parts["gradients"] == 4 * away
     for name, gib in {"qwen3_30b_a3b": 64.1, "glm_45_air": 65.2}.items():
         config = load_config(name)
@@ -180,7 +186,8 @@ def config_of(config: Config, **trainer: Any) -> dict[str, dict[str, Any]]:
 def test_engines_and_hand_overs_by_hand() -> None:
     """A token's cache: keys and values, 4 layers, 2 heads of 64, 2 bytes. Seen failing with all 4 heads.
 
-    Rank 0 holds a layer and what is outside of layers, or over ipc all copies. Seen failing with the largest parameter.
+    Rank 0 holds a layer and what is outside of layers, or over ipc all copies. Seen failing with the largest parameter,
+    and with three passes where adapters alone learn, of whose weights none takes a gradient.
     """
     config = make_config(
         run={"device": "cuda"}, model={"max_context": 256}, weights={"transport": "nccl"},
@@ -206,6 +213,8 @@ def test_engines_and_hand_overs_by_hand() -> None:
     # Three passes and one again for the checkpoints; 4 heads of 64 look at half the context, twice, in each layer.
     flops = 4 * (2 * 900 + 2 * 2 * 4 * 4 * 64 * 128)
     assert memory.trainer_tokens_per_s(shape, size, config, tflops=1e-12) == pytest.approx(1 / flops)
+    lora = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": LoraConfig()})})
+    assert memory.trainer_tokens_per_s(shape, size, lora, tflops=1e-12) == pytest.approx(4 / 3 / flops)
 
 
 @pytest.mark.parametrize(
