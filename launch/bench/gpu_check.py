@@ -5,7 +5,6 @@ is killed, and the next one starts. `results.json` and the page are written afte
 kept. With `--cpu` the same parts run on this machine, over gloo and at tiny shapes.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -24,7 +23,8 @@ from areal_lite.launch.bench.harness import say, show_table, write_results
 from areal_lite.launch.bench.plan import choose
 from areal_lite.node import look_at_node
 from areal_lite.record.columns import Row, cells, markdown
-from areal_lite.record.run_files import write_whole
+from areal_lite.record.run_files import read_json, write_whole
+from areal_lite.record.run_folder import differences
 from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
 _PASSED = "passed"
@@ -68,20 +68,25 @@ class Check:
         """Read what an earlier call left in the folder.
 
         Raises:
-            ConfigError: That was of another device, or of other overrides.
+            ConfigError: That was another benchmark, or of another device, GPU, version, model, or of other overrides.
         """
         self._parts, self._device, self._num_gpus, self._out = parts, device, num_gpus, out
-        self._model, self._overrides = model and str(Path(model).resolve()), dict(overrides or {})
-        self._rows: dict[str, dict[str, Any]] = {}
-        path = out / "results.json"
-        if path.is_file():
-            found = json.loads(path.read_text())
-            if (found["device"], found["overrides"]) != (device, self._overrides):
-                raise ConfigError(
-                    f"gpu-check failed to continue: expected {path} to be of {device} with {self._overrides}, got "
-                    f"{found['device']} with {found['overrides']}. Fix: give another --out, or delete that folder"
-                )
-            self._rows = {row["name"]: row for row in found["rows"]}
+        self._overrides, node, path = dict(overrides or {}), look_at_node(), out / "results.json"
+        self._about: dict[str, Any] = {"benchmark": "gpu-check", "device": device, "overrides": self._overrides,
+                       "versions": node.versions, "gpus": list(node.gpus)}  # fmt: skip
+        found = read_json(path)
+        self._model = str(Path(model).resolve()) if model else found.get("model")  # one call alone may have it
+        if self._model:
+            self._about["model"] = self._model
+        known = {"model": self._model, **found}
+        changed = differences([self._about, {name: known.get(name) for name in self._about}])
+        if path.is_file() and changed:
+            key, (now, before) = next(iter(changed.items()))
+            raise ConfigError(
+                f"gpu-check failed to continue: expected {path} to be of {key}={now}, got {before}. Fix: give another "
+                "--out, or delete that folder"
+            )
+        self._rows: dict[str, dict[str, Any]] = {row["name"]: row for row in found.get("rows", ())}
 
     def run(self, names: Sequence[str], *, minutes: float | None = None, again: bool = False) -> int:
         """Run parts in the order of the table; returns the exit code.
@@ -90,8 +95,8 @@ class Check:
             minutes: For all of them; a part that is planned for longer than what is left is skipped.
             again: Run parts that passed before, too.
         """
-        node, ends_at = look_at_node(), time.monotonic() + 60 * minutes if minutes else float("inf")
-        self._about = {"versions": node.versions, "gpus": list(node.gpus), "minutes": minutes}
+        ends_at = time.monotonic() + 60 * minutes if minutes else float("inf")
+        self._about["minutes"] = minutes
         code, before = 0, signal(SIGTERM, default_int_handler)  # else a part would outlive it
         try:
             for name in names:
@@ -107,6 +112,8 @@ class Check:
                     say(f"{name}: {part.shows} (about {planned_s:g} s)", style="")
                     outcome = self._run_part(name, part, left_s)
                 say(f"{name}: {outcome['outcome']}")
+                if "seconds" in known and "seconds" not in outcome:
+                    continue  # what it showed when it ran
                 self._rows[name] = {"name": name, "shows": part.shows, **outcome}
                 self._write()
         except KeyboardInterrupt:
@@ -156,8 +163,7 @@ class Check:
 
     def _write(self) -> None:
         order = [self._rows[name] for name in self._parts if name in self._rows]
-        content = {"benchmark": "gpu-check", "device": self._device, "overrides": self._overrides, **self._about}
-        content = write_results({**content, "rows": order}, out=self._out)
+        content = write_results({**self._about, "rows": order}, out=self._out)
         write_whole(self._out / "gpu-check.md", f"# gpu-check\n\n{page(content)}\n")
 
     def _archive(self) -> None:

@@ -12,6 +12,8 @@ import pytest
 from places import ROOT, SUPPORT
 
 from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError
+from areal_lite.launch.bench.gpu_check import Check
 from areal_lite.launch.bench.gpu_engine import compared, figures_of, problems_of
 from areal_lite.launch.bench.gpu_part import Job, table
 from areal_lite.launch.bench.gpu_trainer import idle_share
@@ -56,7 +58,10 @@ def test_a_part_that_fails_hangs_or_dies_is_a_verdict_and_the_next_one_starts(tm
 
 @pytest.mark.slow
 def test_a_check_ends_in_its_time_and_continues_where_it_stopped(tmp_path: Path) -> None:
-    """Seen failing with the part's own limit where less time is left, and with parts that passed run again."""
+    """Seen failing with the part's own limit where less time is left, and with parts that passed run again.
+
+    And with a failure that a skip replaced, with rows of other versions kept, and with a traceback for a broken file.
+    """
     _, rows, said = check_stand_ins(tmp_path, 0.03, "for-ever", "long", "passes")
     assert rows["for-ever"]["outcome"] == "killed: it had not ended after 2 s", said
     assert {rows[name]["outcome"].partition(":")[0] for name in ("long", "passes")} == {"skipped"}
@@ -69,6 +74,15 @@ def test_a_check_ends_in_its_time_and_continues_where_it_stopped(tmp_path: Path)
     assert log.read_text() == "as it was"
     code, _, said = check_stand_ins(tmp_path, 1000, "with-overrides")
     assert (code, "Fix: give another --out" in said) == (1, True)
+    assert check_stand_ins(tmp_path, 1000, "misses")[0] == 1
+    code, rows, said = check_stand_ins(tmp_path, 0.01, "misses")
+    assert (code, rows["misses"]["outcome"]) == (1, "failed: expected 4, got 3"), said
+    content = json.loads((tmp_path / "results.json").read_text())
+    content["versions"]["torch"] = "1.0"
+    for text, key in ((json.dumps(content), "versions.torch"), ("{", "benchmark")):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"to be of {key}=.* Fix: give another --out"):
+            Check({}, device="cpu", num_gpus=0, out=tmp_path)
 
 
 def write_run(folder: Path, *, texts: tuple[str, ...] = ("1", "2"), **first: Any) -> Path:
