@@ -5,15 +5,18 @@ group a rank is alone, and every sum is its own.
 """
 
 import datetime
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from areal_lite.config.sections import MeshConfig
+from areal_lite.errors import ConfigError
 from areal_lite.network import address_towards, listen, use_interface_of
 
 T = TypeVar("T")
@@ -59,10 +62,16 @@ def join_process_group(
         mesh: Which ranks have the same rows; one of these counts in sums and maxima.
 
     Raises:
+        ConfigError: This rank sees no GPU.
         RuntimeError: A rank did not join in time (torch's own error types).
     """
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if not (num_gpus := torch.cuda.device_count()):
+            raise ConfigError(
+                f"trainer rank {rank} needs a GPU with run.device=cuda, but torch sees none on its node. Fix: see "
+                "areal-lite doctor there"
+            )
+        torch.cuda.set_device(rank % num_gpus)
     host, _, port = address.rpartition(":")
     timeout = datetime.timedelta(seconds=timeout_s)
     use_interface_of(address_towards(host))
@@ -80,9 +89,27 @@ def join_process_group(
     _timeout = timeout
     if mesh is not None and (same := mesh.same_rows) > 1:
         groups = [list(range(first, world_size, same)) for first in range(same)]
-        _rows, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+        _rows = _own_group(groups)
     if mesh is not None and mesh.context > 1:
-        _context, _ = dist.new_subgroups(mesh.context)  # type: ignore[no-untyped-call]
+        _context = _own_group(torch.arange(world_size).view(-1, mesh.context).tolist())
+
+
+def make_mesh(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Arrange all ranks in named dimensions, each with groups of its own; collective.
+
+    Torch's `init_device_mesh` would give groups of several dimensions its default time-out.
+    """
+    names = tuple(sizes)
+    if len(names) == 1:  # its group is that of all ranks
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(ranks.shape)]
+    return DeviceMesh.from_group([*map(_own_group, lines)], device, ranks, mesh_dim_names=names)
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=_timeout)  # type: ignore[no-untyped-call]
+    return cast(dist.ProcessGroup, own)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -7,12 +7,12 @@ back what they computed (two all-to-alls); ranks keep rows of their own. Ranks t
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.errors import ConfigError
+from areal_lite.train.distributed import make_mesh
 from areal_lite.train.tensor_parallel import planned
 
 _DISPATCH = "ep_dispatch_experts"
@@ -30,12 +30,11 @@ def shard_experts(
     """
     copies, number = settings.mesh.replicate, settings.mesh.expert
     layers = layers_of_experts(model, number)
-    sizes, names = (copies, settings.ranks // (copies * number), number), ("replicate", "shard", "expert")
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    mesh = make_mesh(device, {"replicate": copies, "shard": settings.ranks // (copies * number), "expert": number})
     apply_expert_parallelism(model, mesh["expert"], None, model.ep_plan)
     policy = replace(mp_policy, cast_forward_inputs=False)
     for experts in layers:
-        fully_shard(experts, mesh=mesh[names[:2] if copies > 1 else "shard"], mp_policy=policy, **options)
+        fully_shard(experts, mesh=mesh[("replicate", "shard") if copies > 1 else "shard"], mp_policy=policy, **options)
         # A gradient has the tokens of all ranks, though few of them have the expert. gloo cannot scale while it sums;
         # where there is nothing to sum, torch 2.13 would divide twice.
         experts.set_gradient_divide_factor(float(settings.ranks))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import (
     AutoConfig,
@@ -31,6 +30,7 @@ from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.chunked_logits import LazyLogits, Reading, read_in_chunks
 from areal_lite.train.context_parallel import NAME, check_divisible, joined, own_part
+from areal_lite.train.distributed import make_mesh
 from areal_lite.train.expert_parallel import shard_experts
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
@@ -207,11 +207,11 @@ def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn
         return model
     copies, tensor = settings.mesh.replicate, settings.mesh.tensor
     sizes = {"replicate": copies, "shard": settings.ranks // (copies * tensor), "tensor": tensor}
-    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
-    mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh = make_mesh(device.type, sizes)
     if tensor > 1:
         split_layers(model, mesh["tensor"])
-        mesh = mesh[names[:-1]]
+        mesh = mesh[tuple(sizes)[:-1]]
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # One CPU rank keeps its cast weights from the forward to the backward pass: 13 % less time for 2 bytes a parameter.

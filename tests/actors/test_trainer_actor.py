@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from episode_builders import in_loop
 from ledger_builders import make_sample
 
@@ -13,6 +14,8 @@ from areal_lite.actors.trainer import OfflineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.offline import parse_any_config
 from areal_lite.config.recipe import parse_config
+from areal_lite.errors import ConfigError
+from areal_lite.train.distributed import join_process_group
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
@@ -54,6 +57,13 @@ def test_a_rank_whose_work_failed_is_free(rank: Rank) -> None:
     with pytest.raises(AttributeError):
         rank.work("evaluate")
     assert rank.ping() == ""
+
+
+def test_a_rank_that_sees_no_gpu_names_the_command_that_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with a ZeroDivisionError."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"trainer rank 1 .* Fix: see areal-lite doctor"):
+        join_process_group("127.0.0.1:1", rank=1, world_size=2, device="cuda", timeout_s=1)
 
 
 # --- a verifier worker ---

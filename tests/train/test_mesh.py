@@ -17,6 +17,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.train import chunked_logits
 from areal_lite.train.context_parallel import check_divisible
+from areal_lite.train.distributed import context_group
 from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.tensor_parallel import split_layers
 from areal_lite.train.trainer import Trainer
@@ -102,6 +103,8 @@ def train(rank: int, world_size: int, models: Path, out: Path, group: str) -> No
             weight = parameters["model.norm.weight" if "adapters" in name else f"model.layers.0.{in_layer}"]
             assert isinstance(weight, DTensor)
             assert weight.to_local().numel() * world_size // config.trainer.mesh.replicate == weight.numel()
+            groups = filter(None, (*weight.device_mesh.get_all_groups(), context_group()))
+            assert {one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in groups} == {120}
         trainer.snapshot()(folder / "checkpoint")
         trainer.export(folder / "model")
         state, sent = full_state(trainer), dict(CastSource(trainer.model, torch.float32))
@@ -143,7 +146,8 @@ def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], na
     and 0.1, so gradients differ by less than 1e-5. Later ones differ more, as AdamW divides tiny ones by their size.
     Seen failing with gradients that are not added up over the copies, with checksums that count every copy, with sums
     over ranks of the same rows, with a part of the gradient to the norms of heads, with positions that restart on
-    each rank, and with gradients of experts that torch divides twice where one rank has them.
+    each rank, with gradients of experts that torch divides twice where one rank has them, and with groups that wait
+    for half an hour instead of `trainer.collective_timeout_s`.
     """
     one, several = (torch.load(folder / name / "found.pt") for folder in outputs)
     for place in ("state", "sent"):
