@@ -21,9 +21,8 @@ from areal_lite.data.demonstrations import alphabet
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError
 from areal_lite.train.chunked_logits import CHUNK_ELEMENTS
-from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import add_adapters
-from areal_lite.train.model import decoder_layers, empty_model
+from areal_lite.train.model import check_mesh, decoder_layers, empty_model
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
 
@@ -124,12 +123,11 @@ def rank_size(architecture: Any, config: Config) -> RankSize:
         architecture: As of `architecture_of`.
 
     Raises:
-        ConfigError: Its experts cannot be spread over `trainer.mesh.expert` ranks.
+        ConfigError: It cannot be split over `trainer.mesh`.
     """
     trainer, objective, itemsize = config.trainer, config.objective, itemsize_of(config)
     model = empty_model(architecture)
-    if trainer.mesh.expert > 1:
-        layers_of_experts(model, trainer.mesh.expert)
+    check_mesh(model, trainer.mesh)
     numbers, has_query_norm = num_parameters(model), any(".q_norm." in name for name, _ in model.named_parameters())
     num_layers = architecture.num_hidden_layers
     in_layers = sum(weight.numel() for one in decoder_layers(model) for weight in one.parameters())

@@ -26,15 +26,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import LoraConfig
+from areal_lite.config.sections import LoraConfig, MeshConfig, TrainerConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.chunked_logits import LazyLogits, Reading, read_in_chunks
 from areal_lite.train.context_parallel import NAME, check_divisible, joined, own_part
 from areal_lite.train.distributed import make_mesh
-from areal_lite.train.expert_parallel import shard_experts
+from areal_lite.train.expert_parallel import layers_of_experts, shard_experts
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
-from areal_lite.train.tensor_parallel import split_layers
+from areal_lite.train.tensor_parallel import check_plan, split_layers
 
 Recipe = Config | OfflineConfig
 
@@ -50,8 +50,7 @@ def load_model(folder: str, config: Recipe, *, trained: bool = True) -> nn.Modul
 
     Raises:
         CheckpointError: The folder lacks weights of the model, or has others.
-        ConfigError: `trainer.packing`, and the model looks from one packed row into another; or `trainer.attention=
-            sdpa`, and the model caps its attention logits.
+        ConfigError: `trainer.packing`, and the model looks from one packed row into another; or as `attention_of`.
     """
     dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
     model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=config.trainer.lora if trained else None)
@@ -95,17 +94,7 @@ def _load(
     for name, value in vars(architecture).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(architecture, name, 0.0)
-    attention: str | None = config.trainer.attention
-    if attention == "auto":
-        # transformers would choose sdpa, which ignores the capping of logits without a warning.
-        attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
-    elif attention == "sdpa" and getattr(architecture, "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"trainer.attention=sdpa does not cap attention logits, but {folder} ({architecture.model_type}) does. "
-            "Fix: set trainer.attention=eager, or auto"
-        )
-    if config.trainer.mesh.context > 1:
-        attention = NAME
+    attention = attention_of(architecture, config.trainer)
     device = torch.device(config.run.device)
     num_parts = config.trainer.ranks // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
 
@@ -188,6 +177,40 @@ def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module 
             f"{len(missing)} missing ({sorted(missing)[:5]}) and {len(unexpected)} unknown ({sorted(unexpected)[:5]}). "
             "Fix: set the path to the whole folder of one model"
         )
+
+
+def attention_of(architecture: Any, settings: TrainerConfig) -> str | None:
+    """Return the attention that a model is loaded with; None = transformers' default.
+
+    Raises:
+        ConfigError: `trainer.attention=sdpa`, and the model caps its attention logits.
+    """
+    caps = getattr(architecture, "attn_logit_softcapping", None)
+    if settings.attention == "sdpa" and caps:
+        raise ConfigError(
+            f"trainer.attention=sdpa does not cap attention logits, but the model ({architecture.model_type}) does. "
+            "Fix: set trainer.attention=eager, or auto"
+        )
+    if settings.mesh.context > 1:
+        return NAME
+    if settings.attention == "auto":
+        # transformers would choose sdpa, which ignores the capping of logits without a warning.
+        return "eager" if caps else None
+    return settings.attention
+
+
+def check_mesh(model: nn.Module, mesh: MeshConfig) -> None:
+    """Check that a model, which may be on the meta device, can be split over the ranks of a mesh.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if mesh.tensor > 1:
+        check_plan(model, mesh.tensor)
+    if mesh.context > 1:
+        check_divisible(model, mesh.context)
+    if mesh.expert > 1:
+        layers_of_experts(model, mesh.expert)
 
 
 def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn.Module:

@@ -19,16 +19,16 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    Qwen3Config,
 )
 from transformers.utils.output_capturing import OutputRecorder
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.train.expert_parallel import layers_of_experts
 from areal_lite.train.lora import check_targets
-from areal_lite.train.model import empty_model
+from areal_lite.train.model import attention_of, check_mesh, empty_model
+from areal_lite.train.warm_start import build_model
 
 
 def replay_routes(model: nn.Module) -> None:
@@ -95,15 +95,18 @@ def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
 
     Raises:
         ConfigError: transformers has no class for a critic or a reward model of this family, a target of `trainer.lora`
-            is none of its layers, its experts cannot be spread over `trainer.mesh.expert` ranks, or there is no router
-            to replay.
+            is none of its layers, it cannot be split over `trainer.mesh`, its attention is not that of
+            `trainer.attention`, or there is no router to replay.
     """
     _check_head(config, folder)
-    model = empty_model(Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder))
+    if folder is None:
+        model = build_model(config, build_char_tokenizer("0"))
+    else:
+        model = empty_model(AutoConfig.from_pretrained(folder))
+    attention_of(model.config, config.trainer)
+    check_mesh(model, config.trainer.mesh)
     if config.trainer.lora is not None:
         check_targets(config.trainer.lora, model)
-    if (expert := config.trainer.mesh.expert) > 1:
-        layers_of_experts(model, expert)
     if isinstance(config, Config) and config.rollout.replay_routes and not routers_of(model):
         raise ConfigError(
             "rollout.replay_routes needs a mixture of experts with routers that transformers can record, such as "

@@ -23,7 +23,15 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def split_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Split a model's layers over a mesh of one dimension, in place, before it is sharded.
+    """Split a model's layers over a mesh of one dimension, in place, before it is sharded; errors as `check_plan`."""
+    plan = check_plan(model, mesh.size())
+    apply_tensor_parallelism(model, mesh, {name: kind for name, kind in plan.items() if kind in _SPLIT})
+    for module in planned(model, plan, _PER_HEAD):
+        _sum_gradient(module, mesh)
+
+
+def check_plan(model: Any, num_ranks: int) -> dict[str, str]:
+    """Return transformers' plan for the layers of a model, which may be on the meta device.
 
     Raises:
         ConfigError: There is no plan for the model, its plan has layers of other kinds, or it cannot be divided evenly.
@@ -33,15 +41,13 @@ def split_layers(model: Any, mesh: DeviceMesh) -> None:
     architecture = model.config.get_text_config()
     sizes = {name: getattr(architecture, name, 0) for name in _DIVIDED}
     others = sorted(set(plan.values()) - _SPLIT - {_PER_HEAD})
-    if not plan or others or any(size % mesh.size() for size in sizes.values()):
+    if not plan or others or any(size % num_ranks for size in sizes.values()):
         raise ConfigError(
-            f"trainer.mesh.tensor={mesh.size()} needs layers that transformers splits colwise and rowwise, and "
+            f"trainer.mesh.tensor={num_ranks} needs layers that transformers splits colwise and rowwise, and "
             f"sizes that it divides, got {type(model).__name__} with "
             f"{', '.join(others) or ('these' if plan else 'no plan')} and {sizes}. Fix: set it to 1, or to a divisor"
         )
-    apply_tensor_parallelism(model, mesh, {name: kind for name, kind in plan.items() if kind in _SPLIT})
-    for module in planned(model, plan, _PER_HEAD):
-        _sum_gradient(module, mesh)
+    return plan
 
 
 def planned(model: Any, plan: Mapping[str, str], kind: str) -> list[Any]:

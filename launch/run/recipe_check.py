@@ -14,13 +14,13 @@ from pathlib import Path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import BUILT_IN
+from areal_lite.config.sections import BUILT_IN, MeshConfig
 from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.data.demonstrations import alphabet, demonstrations
 from areal_lite.data.encode import Tokenizer, load_tokenizer
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.node import check_folders, check_memory, memory_bytes
+from areal_lite.node import check_folders, check_memory, installed_version, memory_bytes
 from areal_lite.record.paths import check_model, with_absolute_paths
 from areal_lite.record.run_files import read_json
 from areal_lite.record.trackers import check_trackers
@@ -75,6 +75,7 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
         ArealLiteError: Whatever would end the run before its first step; the message has the remedy.
     """
     if reach >= Reach.CLUSTER:
+        _check_packages(config)
         _check_machine(config, is_alone=reach >= Reach.MACHINE)
         if config.command == "train":
             check_plugins(config, loader=f"{__name__}:load_functions")
@@ -91,7 +92,8 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
         is_special = config.rollout.replay_routes or config.objective.baseline == "critic"
     else:
         is_special = config.command == "reward_model"
-    if config.trainer.lora is not None or config.trainer.mesh.expert > 1 or is_special:
+    trainer = config.trainer
+    if trainer.lora is not None or trainer.mesh != MeshConfig() or trainer.attention != "auto" or is_special:
         from areal_lite.train.routes import check_layers  # imports torch
 
         check_layers(config, folder)
@@ -136,6 +138,14 @@ def load_functions(config: Config) -> None:
         from areal_lite.train.objective import find_loss_function  # imports torch
 
         find_loss_function(config.objective)
+
+
+def _check_packages(config: Config | OfflineConfig) -> None:
+    if config.trainer.attention == "flash_attention_2" and not any(map(installed_version, ("flash-attn", "kernels"))):
+        raise ConfigError(
+            "trainer.attention=flash_attention_2 needs the package flash-attn (2.3.3 or later) or kernels, got "
+            "neither. Fix: install one, or set trainer.attention=auto"
+        )
 
 
 def _check_machine(config: Config | OfflineConfig, *, is_alone: bool) -> None:

@@ -61,6 +61,21 @@ FAULTS = {
         "got an unexpected keyword argument 'a'",
     ),
     "shipped workflow": ("train", [*OWN[:1], "data.workflow=multi_turn"], "missing a required argument: 'step'"),
+    "mesh of 4 for 2 heads": (
+        "train",
+        [*OWN[:1], "trainer.ranks=4", "trainer.mesh.context=4"],
+        "trainer.mesh.context=4 needs full, uncapped attention",
+    ),
+    "mesh of 3 for 2 heads": (
+        "train",
+        [*OWN[:1], "trainer.ranks=3", "trainer.mesh.tensor=3"],
+        "trainer.mesh.tensor=3 needs layers that transformers splits",
+    ),
+    "capped attention": (
+        "train",
+        [*OWN[:1], "model.path=./gemma", "trainer.attention=sdpa"],
+        "trainer.attention=sdpa does not cap attention logits, but the model (gemma2) does",
+    ),
     "variable": ("train", [*OWN[:1], "run.env={NO_SUCH_ONE: null}"], "run.env.NO_SUCH_ONE=null keeps the value of"),
     "unknown key": ("train", [*OWN[:1], "trainer.rank=2"], "did you mean trainer.ranks? Fix: areal-lite"),
     "sft, no such data": ("sft", [*SFT, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
@@ -86,6 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "gpt": {"model_type": "gpt_oss"},
         "mamba": {"model_type": "nemotron_h"},
         "granite": {"model_type": "granite"},
+        "gemma": {"model_type": "gemma2"},
     }
     for name, settings in {"model": {"max_position_embeddings": 512}, **kinds}.items():
         Path(name).mkdir()
@@ -104,7 +120,7 @@ def test_every_command_refuses_a_fault_with_the_same_sentence(fault: str, capsys
     """Seen failing: launch accepted all but the unknown key, check-config missing paths, rows that only a whole reading
     or tokenising shows to be wrong, and all data of the offline commands; doctor took no recipe.
 
-    All accepted functions that refuse their arguments.
+    All accepted functions that refuse their arguments; all but train a mesh or an attention that the model cannot have.
     """
     kind, words, message = FAULTS[fault]
     errors = set()
@@ -113,6 +129,13 @@ def test_every_command_refuses_a_fault_with_the_same_sentence(fault: str, capsys
         errors.add(capsys.readouterr().err)
     (error,) = errors
     assert message.format(here=Path.cwd()) in error
+
+
+def test_a_kernel_needs_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing: train alone noticed, after everything had started."""
+    monkeypatch.setattr("areal_lite.launch.run.recipe_check.installed_version", lambda _: None)
+    assert main(["check-config", "arith_cpu", "trainer.attention=flash_attention_2"]) == 1
+    assert "needs the package flash-attn (2.3.3 or later) or kernels, got neither" in capsys.readouterr().err
 
 
 def test_values_of_the_environment_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

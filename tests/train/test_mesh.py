@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from areal_lite.train import chunked_logits
 from areal_lite.train.context_parallel import check_divisible
 from areal_lite.train.distributed import context_group
 from areal_lite.train.expert_parallel import layers_of_experts
-from areal_lite.train.tensor_parallel import split_layers
+from areal_lite.train.tensor_parallel import check_plan
 from areal_lite.train.trainer import Trainer
 from areal_lite.weights.publisher import CastSource
 
@@ -179,9 +178,9 @@ def test_a_checkpoint_of_spread_experts_loads_onto_other_ranks(outputs: tuple[Pa
         (check_divisible, "mistral", 2, "MistralForCausalLM with sliding_window"),
         (check_divisible, "gemma2", 2, "with attn_logit_softcapping, sliding_attention, sliding_window"),
         (check_divisible, "mpt", 2, "MptForCausalLM with full attention"),
-        (split_layers, "qwen3", 3, "with these and .*intermediate_size': 64"),
-        (split_layers, "gpt2", 2, "GPT2LMHeadModel with no plan"),
-        (split_layers, "phi3", 2, "Phi3ForCausalLM with colwise_gather_output, rowwise_split_input"),
+        (check_plan, "qwen3", 3, "with these and .*intermediate_size': 64"),
+        (check_plan, "gpt2", 2, "GPT2LMHeadModel with no plan"),
+        (check_plan, "phi3", 2, "Phi3ForCausalLM with colwise_gather_output, rowwise_split_input"),
         (layers_of_experts, "qwen3", 2, "Qwen3ForCausalLM with no plan. Fix: set it to 1"),
         (layers_of_experts, "qwen3_moe", 3, "Qwen3MoeForCausalLM with 128 experts"),
         (layers_of_experts, "qwen3_moe", 2, "Qwen3MoeForCausalLM with no layer of experts"),
@@ -194,7 +193,6 @@ def test_a_model_that_cannot_be_split_is_refused(check: Any, kind: str, number: 
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     if check is layers_of_experts:
         sizes["mlp_only_layers"] = [0] if number == 2 else []
-    ranks: Any = SimpleNamespace(size=lambda: number) if check is split_layers else number
     architecture = AutoConfig.for_model(kind, **sizes)
     with pytest.raises(ConfigError, match=words), torch.device("meta"):
-        check(AutoModelForCausalLM.from_config(architecture), ranks)
+        check(AutoModelForCausalLM.from_config(architecture), number)
