@@ -143,7 +143,12 @@ def load_checkpoint(
             f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}. Fix: resume with the "
             "objective that it was made with"
         )
-    _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting="model.path and trainer.lora")
+    _check_same_model(
+        saved["model"],
+        _fingerprint(learner.model),
+        folder=folder,
+        setting="model.path, trainer.lora and model.compute_dtype",
+    )
     if critic is not None:
         _check_same_model(saved[_CRITIC], _fingerprint(critic.model), folder=folder / _CRITIC, setting="critic.path")
         _load_learner(folder / _CRITIC, critic)
@@ -236,8 +241,8 @@ def _check_same_model(saved: Fingerprint, present: Fingerprint, *, folder: Path,
         expected, got = present.get(name, "no such parameter"), saved.get(name, "no such parameter")
         if expected != got:
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}. "
-                f"Fix: set {setting} to the model that it was made with"
+                f"the checkpoint in {folder} is of another model or dtype: {name} must be {expected}, got {got}. "
+                f"Fix: set {setting} as when it was made"
             )
 
 
