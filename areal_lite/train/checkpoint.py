@@ -143,12 +143,8 @@ def load_checkpoint(
             f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}. Fix: resume with the "
             "objective that it was made with"
         )
-    _check_same_model(
-        saved["model"],
-        _fingerprint(learner.model),
-        folder=folder,
-        setting="model.path, trainer.lora and model.compute_dtype",
-    )
+    setting = "model.path, trainer.lora and model.compute_dtype"
+    _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting=setting)
     if critic is not None:
         _check_same_model(saved[_CRITIC], _fingerprint(critic.model), folder=folder / _CRITIC, setting="critic.path")
         _load_learner(folder / _CRITIC, critic)
