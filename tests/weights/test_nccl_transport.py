@@ -399,9 +399,7 @@ def test_an_error_of_a_trainer_rank_is_raised_and_costs_no_engine(
     """The engines are let go. Seen failing with every engine lost, one after the other, and no cause."""
     run, over_ipc = Run(monkeypatch, "ab"), ipc_publisher(TinyModel(seed=1), "")
     run.hand_over()
-    helper = WeightPublisher(
-        TinyModel(seed=1), transport="nccl", dtype=torch.float32, rank=1, host=HOST, ports=PORTS, timeout_s=SHORT_S
-    )
+    helper = make_publisher(TinyModel(seed=1), transport="nccl", rank=1, timeout_s=SHORT_S)
     helper.connect({"a": None}, group_client=None, num_engine_ranks=1)
 
     def fail(name: str, tensor: torch.Tensor) -> None:
