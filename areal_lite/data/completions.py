@@ -5,8 +5,8 @@ Every trainer rank loads them, so which rows are held out depends on the data al
 Prompt and completion are tokenised apart: that is the boundary that generation has. (One text tokenised as a whole may
 merge characters across it, into tokens that sampling would never meet there.)
 
-A completion ends with exactly one end-of-sequence token, where generation stops: a plain text gets one, and what a chat
-template writes after its own is left out.
+A completion ends with exactly one token where generation stops: a plain text gets the end of sequence, and what a chat
+template writes after the first such token is left out.
 """
 
 import functools
@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
-from areal_lite.data.encode import Tokenizer, chat_messages, encode_text, render_chat
+from areal_lite.data.encode import Tokenizer, chat_messages, encode_text, end_tokens, render_chat
 from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 
@@ -98,9 +98,10 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
     else:
         path, rows, problems = read
     check_columns(path, rows, columns=_columns(config, rows))
+    ends = end_tokens(tokenizer, tokenizer.name_or_path)
 
     def make(number: int, row: dict[str, Any]) -> tuple[int, Example]:
-        return number, _example(row, tokenizer, config=config)
+        return number, _example(row, tokenizer, config=config, ends=ends)
 
     examples = make_each(rows, make, problems=problems, name=path, data=data)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
@@ -130,7 +131,9 @@ def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:
 _PAIR_COLUMNS = ["prompt_column", "chosen_column", "rejected_column"]
 
 
-def _example(row: Mapping[str, Any], tokenizer: Tokenizer, *, config: OfflineConfig) -> Example:
+def _example(
+    row: Mapping[str, Any], tokenizer: Tokenizer, *, config: OfflineConfig, ends: Collection[int | None]
+) -> Example:
     data = config.data
     if config.command != "sft":
         chosen, rejected = _cell(row, data.chosen_column), _cell(row, data.rejected_column)
@@ -149,7 +152,7 @@ def _example(row: Mapping[str, Any], tokenizer: Tokenizer, *, config: OfflineCon
         if not prompt:
             raise ValueError(f"column {data.messages_column!r} must hold a prompt and an answer, got one message alone")
         completions = [[answer]]
-    pairs = [split_turn(prompt, completion, tokenizer, chat=data.chat) for completion in completions]
+    pairs = [split_turn(prompt, completion, tokenizer, chat=data.chat, ends=ends) for completion in completions]
     return Example(pairs[0][0], tuple(ids for _, ids in pairs))
 
 
@@ -218,14 +221,17 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[Chat, Chat, Chat]:
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def split_turn(prompt: Any, completion: Any, tokenizer: Tokenizer, *, chat: bool) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt, and of one completion with its end-of-sequence token.
+def split_turn(
+    prompt: Any, completion: Any, tokenizer: Tokenizer, *, chat: bool, ends: Collection[int | None]
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt, and of one completion up to where generation stops.
 
     Args:
         prompt: A non-empty text, or chat messages that do not end with the assistant's.
         completion: A text, or messages of the assistant alone.
         tokenizer: It has an end-of-sequence token.
         chat: Whether plain texts too become messages of user and assistant.
+        ends: `end_tokens` of the model.
 
     Raises:
         ValueError: What the row holds is something else, or text the tokenizer cannot encode.
@@ -249,8 +255,8 @@ def split_turn(prompt: Any, completion: Any, tokenizer: Tokenizer, *, chat: bool
                 f"{text[-40:]!r} against {whole[max(len(text) - 40, 0) : len(text)]!r}: give plain texts"
             )
         before, ids = encode_text(text, tokenizer), encode_text(whole[len(text) :], tokenizer)
-    end: int = tokenizer.eos_token_id
-    return before, ids[: len(ids) - ids[::-1].index(end)] if end in ids else [*ids, end]
+    length = next((place for place, token in enumerate(ids, start=1) if token in ends), None)
+    return before, [*ids, tokenizer.eos_token_id] if length is None else ids[:length]
 
 
 def messages_of(value: Any, *, role: str) -> Chat:

@@ -53,15 +53,23 @@ def decoder(tokenizer: Tokenizer, folder: str | Path, *, skip_special_tokens: bo
         folder: The model's.
         skip_special_tokens: Leave all of them out.
     """
-    ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
-    left_out = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    left_out.update(ends if isinstance(ends, list) else [ends])
+    left_out = {tokenizer.bos_token_id, tokenizer.pad_token_id} | end_tokens(tokenizer, folder)
 
     def text_of(token_ids: Sequence[int]) -> str:
         kept = [token for token in token_ids if token not in left_out]
         return str(tokenizer.decode(kept, skip_special_tokens=skip_special_tokens))
 
     return text_of
+
+
+def end_tokens(tokenizer: Tokenizer, folder: str | Path) -> set[int | None]:
+    """Return all tokens where generation stops: the tokenizer's end of sequence, and those of `generation_config.json`.
+
+    Args:
+        folder: The model's.
+    """
+    ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def _no_tokenizer(folder: str | Path, found: str) -> ConfigError:
@@ -74,11 +82,11 @@ def _no_tokenizer(folder: str | Path, found: str) -> ConfigError:
 def encode_texts(
     texts: Sequence[str], *, origins: Sequence[str], tokenizer: Tokenizer, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the token ids of each text; `origins` name the texts' rows in the `DataError` about one that has none."""
+    """Return the token ids of each text as `encode_text` does; a `DataError` names the origin of one that has none."""
     if not texts:  # tokenizers refuse an empty batch
         return []
     try:
-        return tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]
+        return _token_ids(list(texts), tokenizer, add_special_tokens=add_special_tokens)
     except Exception:  # the tokenizers library raises nothing narrower, and names no text
         encoded = []
         for text, origin in zip(texts, origins, strict=True):
@@ -90,9 +98,13 @@ def encode_texts(
 
 
 def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of one text; a `ValueError` where the tokenizer has no token for a character."""
+    """Return the token ids of one text; a `ValueError` where the tokenizer has no token for a character.
+
+    With `add_special_tokens` it is a prompt: BOS, where the tokenizer adds one, is there once even if the text begins
+    with it, and an EOS that the tokenizer adds is left out.
+    """
     try:
-        return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]
+        return _token_ids([text], tokenizer, add_special_tokens=add_special_tokens)[0]
     except Exception as error:  # as above
         for character in text if len(text) > 1 else "":
             encode_text(character, tokenizer)
@@ -100,6 +112,19 @@ def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = F
         raise ValueError(
             f"the model's tokenizer cannot encode {what} ({error}): use characters that it knows"
         ) from error
+
+
+def _token_ids(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:
+    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, return_special_tokens_mask=True)
+    token_ids: list[list[int]] = encoded["input_ids"]
+    if not add_special_tokens:
+        return token_ids
+    for ids, is_added in zip(token_ids, encoded["special_tokens_mask"], strict=True):
+        if ids[:2] == [tokenizer.bos_token_id] * 2:
+            del ids[0]
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and is_added[-1]:
+            del ids[-1]
+    return token_ids
 
 
 def chat_messages(value: Any) -> list[dict[str, Any]]:

@@ -62,9 +62,7 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
         add_special_tokens=not any(CHAT in task.row for task in tasks),
     )
-    # A template of plain text may write the first token that the tokenizer adds.
-    twice = [tokenizer.bos_token_id] * 2
-    pairs = [(task, ids[1:] if ids[:2] == twice else ids) for task, ids in zip(tasks, tokens, strict=True)]
+    pairs = list(zip(tasks, tokens, strict=True))
     if longest is not None:
         short = [(task, ids) for task, ids in pairs if len(ids) <= longest]
         option = f"{where}.max_prompt_tokens={longest} leaves out"

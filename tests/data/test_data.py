@@ -150,10 +150,14 @@ def test_chat_template_is_applied_and_adds_special_tokens_once():
 
 
 def test_a_plain_prompt_begins_once():
-    """Its template writes the first token, which the tokenizer adds as well. Seen failing with both: [1, 1, ...]."""
+    """Its template writes the first token, which the tokenizer adds as well. Seen failing with both: [1, 1, ...].
+
+    An end that the tokenizer adds is left out. Seen failing with [1, ..., 1].
+    """
     tokenizer = build_char_tokenizer(LETTERS)
     tokenizer.add_special_tokens({"bos_token": "<eos>"})
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    frame = TemplateProcessing(single="<eos> $A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = frame
     with_mark = load_source(jsonl_config(data={"template": "<eos>{prompt}"}), tokenizer, "train")[1]
     assert with_mark.token_ids == load_source(jsonl_config(), tokenizer, "train")[1].token_ids
     assert with_mark.token_ids.count(1) == 1

@@ -10,10 +10,13 @@ import pytest
 import torch
 from offline_builders import offline_config, offline_trainer
 from pool_builders import make_prompt, replies_of
+from tokenizers.processors import TemplateProcessing
 from train_builders import save_tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from areal_lite.config.data import CHAT
 from areal_lite.config.recipe import parse_config
+from areal_lite.data.completions import load_offline
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Score
 from areal_lite.verify.builtin.reward_model import reward_model
@@ -115,7 +118,7 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
 def logit(folder: str, text: str, *, end: Sequence[int] = ()) -> float:
     """What transformers gives for a text."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    ids = [*AutoTokenizer.from_pretrained(folder)(text)["input_ids"], *end]
+    ids = [*AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"], *end]
     with torch.no_grad():
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
@@ -123,6 +126,32 @@ def logit(folder: str, text: str, *, end: Sequence[int] = ()) -> float:
 def single(prompt: str, completion: str, *, model: str) -> float:
     (score,) = reward_model(model=model)([prompt], [completion], ["3"], [{}])
     return score
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_completion_is_scored_as_it_was_trained(folder: str, tmp_path: Path, chat: bool) -> None:
+    """The tokenizer writes 8 before and <eos> after a text; turns end with 9, where generation stops as well.
+
+    Seen failing with chats begun with 8 and ended with <eos>, and trained to "39<eos>"; with plain prompts trained as
+    "8812<eos>".
+    """
+    folder = shutil.copytree(folder, str(tmp_path / "model"))
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 11]}')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "812", "chosen": "3", "rejected": "44"}\n' * 4)
+    tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="8")
+    frame = TemplateProcessing(single="8 $A <eos>", special_tokens=[("8", 10), ("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = frame
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}9<eos>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    config = offline_config(tmp_path, "reward_model", data={"chat": chat, "eval_fraction": 0})
+    example = load_offline(config, tokenizer).train[0]
+    trained = [tokenizer.decode(ids) for ids in (example.prompt, *example.completions)]
+    assert trained == (["812", "39", "449"] if chat else ["812", "3<eos>", "44<eos>"])
+    row: dict[str, Any] = {CHAT: [{}]} if chat else {}
+    (score,) = reward_model(model=folder)(["812"], ["3"], [""], [row])
+    assert score == pytest.approx(logit(folder, "", end=[*example.prompt, *example.completions[0]]), abs=1e-5)
 
 
 def test_a_text_that_fills_the_context_is_scored_without_an_end(folder: str) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 
 from pydantic import Field
 
+from areal_lite.config.data import CHAT
 from areal_lite.config.section import Arguments, ModelFolder
+from areal_lite.data.completions import split_turn
+from areal_lite.data.encode import encode_text, end_tokens
 from areal_lite.record.paths import find_model_folder
 from areal_lite.verify.result import Rows, Texts, batched, prepared_by
 
@@ -19,7 +22,7 @@ _CALL_SIZE = 64
 @prepared_by(lambda self: self._loaded)
 @batched(_CALL_SIZE)
 class reward_model(Arguments):
-    """Score completions as the reward model was trained to: prompt, completion, end of sequence.
+    """Score completions as the reward model was trained to: prompt, completion, end of sequence or, in a chat, of turn.
 
     Only differences between completions of one prompt mean something. Prompts are as the policy saw them, chat template
     included.
@@ -55,11 +58,22 @@ class reward_model(Arguments):
         scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
         return AutoTokenizer.from_pretrained(folder), scorer.to(self.device).eval()
 
+    @functools.cached_property
+    def _turn_end(self) -> int:
+        """The token that ends an answer of a chat."""
+        tokenizer, _ = self._loaded
+        if tokenizer.chat_template is None:
+            return int(tokenizer.eos_token_id)
+        return split_turn("1", "2", tokenizer, chat=True, ends=end_tokens(tokenizer, tokenizer.name_or_path))[1][-1]
+
     def __call__(self, prompts: Texts, completions: Texts, answers: Texts, rows: Rows, /) -> list[float]:
         """Return a score each; a `ValueError` where a text is longer than the model can read."""
         tokenizer, scorer = self._loaded
         limit = getattr(scorer.config, "max_position_embeddings", None)
-        texts = [_token_ids(*pair, tokenizer, limit=limit) for pair in zip(prompts, completions, strict=True)]
+        texts = [
+            _token_ids(prompt, completion, tokenizer, turn_end=self._turn_end if CHAT in row else None, limit=limit)
+            for prompt, completion, row in zip(prompts, completions, rows, strict=True)
+        ]
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
         scores = [0.0] * len(texts)
         for start in range(0, len(order), self.max_batch):
@@ -69,19 +83,15 @@ class reward_model(Arguments):
         return scores
 
 
-def _token_ids(prompt: str, completion: str, tokenizer: Any, *, limit: int | None) -> list[int]:
+def _token_ids(prompt: str, completion: str, tokenizer: Any, *, turn_end: int | None, limit: int | None) -> list[int]:
+    """Return what training makes of a pair; `turn_end` is of a chat, whose template wrote the start too."""
     ids = [
-        *tokenizer(prompt, add_special_tokens=not _starts_with_special(prompt, tokenizer))["input_ids"],
-        *tokenizer(completion, add_special_tokens=False)["input_ids"],
+        *encode_text(prompt, tokenizer, add_special_tokens=turn_end is None),
+        *encode_text(completion, tokenizer),
     ]
     if limit is not None and len(ids) > limit:
         raise ValueError(f"the reward model reads at most {limit} tokens, got {len(ids)}: lower rollout.max_new_tokens")
-    return [*ids, tokenizer.eos_token_id][:limit]
-
-
-def _starts_with_special(prompt: str, tokenizer: Any) -> bool:
-    """Whether the prompt was written by a chat template, which puts the start token itself."""
-    return tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    return [*ids, tokenizer.eos_token_id if turn_end is None else turn_end][:limit]
 
 
 def _forward(scorer: Any, texts: Sequence[Sequence[int]]) -> list[float]:
