@@ -38,6 +38,8 @@ class Example(NamedTuple):
 
     prompt: list[int]
     completions: tuple[list[int], ...]
+    asked: Chat | str | None = None
+    """What a chat template wrote the prompt from; the template may write the date as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,9 @@ class OfflineData:
 
     @property
     def checksum(self) -> int:
-        """Of the training rows and their order."""
-        return functools.reduce(lambda before, row: zlib.crc32(repr(row).encode(), before), self.train, 0)
+        """Of the training rows and their order; the same on any day."""
+        rows = (f"Example(prompt={row.asked or row.prompt}, completions={row.completions})" for row in self.train)
+        return functools.reduce(lambda before, row: zlib.crc32(row.encode(), before), rows, 0)
 
     def check(self, checkpoint: Path) -> None:
         """Raise a `CheckpointError` if a checkpoint was trained on other rows."""
@@ -152,8 +155,9 @@ def _example(
         if not prompt:
             raise ValueError(f"column {data.messages_column!r} must hold a prompt and an answer, got one message alone")
         completions = [[answer]]
-    pairs = [split_turn(prompt, completion, tokenizer, chat=data.chat, ends=ends) for completion in completions]
-    return Example(pairs[0][0], tuple(ids for _, ids in pairs))
+    chat = data.chat or not all(isinstance(text, str) for text in (prompt, *completions))
+    pairs = [split_turn(prompt, completion, tokenizer, chat=chat, ends=ends) for completion in completions]
+    return Example(pairs[0][0], tuple(ids for _, ids in pairs), prompt if chat else None)
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:
@@ -182,7 +186,7 @@ def _fitting(
             )
         cut = tuple(completion[:room] for completion in example.completions)
         if policy == "cut" and room > 0 and (len(cut) == 1 or cut[0] != cut[1]):
-            yield Example(example.prompt, cut)
+            yield example._replace(completions=cut)
     if num_long:
         _log.warning("%d of %d rows of %s are too long (data.too_long: %s)", num_long, len(examples), path, policy)
 
@@ -230,14 +234,14 @@ def split_turn(
         prompt: A non-empty text, or chat messages that do not end with the assistant's.
         completion: A text, or messages of the assistant alone.
         tokenizer: It has an end-of-sequence token.
-        chat: Whether plain texts too become messages of user and assistant.
+        chat: Whether they go through the chat template, plain texts as messages of user and assistant.
         ends: `end_tokens` of the model.
 
     Raises:
         ValueError: What the row holds is something else, or text the tokenizer cannot encode.
         ConfigError: The row needs a chat template and the model has none.
     """
-    if not chat and isinstance(prompt, str) and isinstance(completion, str):
+    if not chat:
         if not prompt:
             raise ValueError("the prompt must hold at least one character, got none")
         before, ids = encode_text(prompt, tokenizer, add_special_tokens=True), encode_text(completion, tokenizer)

@@ -56,9 +56,10 @@ class PromptCursor:
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
         self._prompts, self._seed = prompts, seed
-        columns = ({key: one.row[key] for key in one.row if key != CHAT} for one in prompts)  # a chat is its text
-        rows = (json.dumps(row, sort_keys=True, default=str) for row in columns)
-        contents = (f"{prompt.text}\0{prompt.answer}\0{row}" for prompt, row in zip(prompts, rows, strict=True))
+        rows = (json.dumps(prompt.row, sort_keys=True, default=str) for prompt in prompts)
+        # Not the text of a chat, into which its template may write the date.
+        texts = ("" if CHAT in prompt.row else prompt.text for prompt in prompts)
+        contents = (f"{text}\0{prompt.answer}\0{row}" for text, prompt, row in zip(texts, prompts, rows, strict=True))
         self._strength, self._candidates, self._memory = strength, candidates, memory
         self._identity = {
             "source": source,

@@ -89,6 +89,15 @@ def test_chats_go_through_the_template_and_stop_where_generation_stops(
     assert texts(tokenizer, load(tokenizer, tmp_path, [row])) == [("u:hi.a:", "yo<eos>")]
 
 
+def test_another_day_leaves_the_checksum(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A template may write the date. Seen failing with the prompt's tokens in it."""
+    rows, checksums = [{"messages": chat("hi", "yo")}], []
+    for date, first in (("1", rows), ("2", rows), ("2", [{"messages": chat("he", "yo")}])):
+        tokenizer.chat_template = date + TEMPLATE
+        checksums.append(load(tokenizer, tmp_path, first).checksum)
+    assert checksums[0] == checksums[1] != checksums[2]
+
+
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
     messages = chat("hi", "yo")

@@ -66,7 +66,7 @@ def test_supervised_figures(tmp_path: Path) -> None:
     trainer.step()
     got, model = trainer.evaluate(), exported(trainer, tmp_path / "out")
     rows = []
-    for prompt, (output,) in examples(config):
+    for prompt, (output,), _ in examples(config):
         greedy = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
         right = int((greedy == torch.tensor(output)).sum())
         rows.append((-logprob(model, prompt, output), right, len(output)))
@@ -91,7 +91,7 @@ def test_reward_figures_and_scores_are_those_of_the_exported_model(tmp_path: Pat
     got, errors = trainer.evaluate().values()
     model = exported(trainer, tmp_path / "out", AutoModelForSequenceClassification)
     margins = []
-    for prompt, outputs in examples(config):
+    for prompt, outputs, _ in examples(config):
         with torch.no_grad():
             chosen, rejected = (float(model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, 0]) for ids in outputs)
         margins.append(chosen - rejected)
@@ -126,7 +126,7 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
     got, model = trainer.evaluate()["figures"], exported(trainer, tmp_path / "out")
     reference = AutoModelForCausalLM.from_pretrained(settings.get("reference_path") or config.model.path).eval()
     losses, margins, beta = [], [], settings["beta"]
-    for prompt, outputs in examples(config):
+    for prompt, outputs, _ in examples(config):
         ratios = []
         for output in outputs:
             value = logprob(model, prompt, output)
@@ -191,7 +191,7 @@ def test_loss_and_gradient_are_those_of_completion_tokens(tmp_path: Path, monkey
     config = offline_config(tmp_path, trainer={"batch_size": 8, "max_grad_norm": 1e9})  # all that there are
     trainer = offline_trainer(config)
     model, total, count = trainer.learner.model, torch.zeros(()), 0
-    for prompt, (output,) in examples(config, "train"):
+    for prompt, (output,), _ in examples(config, "train"):
         logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
         total = total + nn.functional.cross_entropy(logits, torch.tensor(output), reduction="sum")
         count += len(output)

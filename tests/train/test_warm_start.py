@@ -105,8 +105,8 @@ def test_each_own_turn_is_learned_behind_all_that_came_before() -> None:
     first, second = turn_examples([episode((True, "5"), (False, "<"), (True, "2"), (False, "="))], tokenizer)
     prompt, five, smaller, two = (tokenizer(text)["input_ids"] for text in ("1-9?", "5", "<", "2"))
     end = tokenizer.eos_token_id
-    assert first == (prompt, ([*five, end],))
-    assert second == ([*prompt, *five, end, *smaller], ([*two, end],))
+    assert first == (prompt, ([*five, end],), None)
+    assert second == ([*prompt, *five, end, *smaller], ([*two, end],), None)
 
 
 def test_turns_lie_as_in_an_episode_of_a_model_without_chat_template() -> None:

@@ -85,10 +85,7 @@ class reward_model(Arguments):
 
 def _token_ids(prompt: str, completion: str, tokenizer: Any, *, turn_end: int | None, limit: int | None) -> list[int]:
     """Return what training makes of a pair; `turn_end` is of a chat, whose template wrote the start too."""
-    ids = [
-        *encode_text(prompt, tokenizer, add_special_tokens=turn_end is None),
-        *encode_text(completion, tokenizer),
-    ]
+    ids = encode_text(prompt, tokenizer, add_special_tokens=turn_end is None) + encode_text(completion, tokenizer)
     if limit is not None and len(ids) > limit:
         raise ValueError(f"the reward model reads at most {limit} tokens, got {len(ids)}: lower rollout.max_new_tokens")
     return [*ids, tokenizer.eos_token_id if turn_end is None else turn_end][:limit]
