@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
-from areal_lite.data.encode import Tokenizer, chat_messages, encode_text, end_tokens, render_chat
-from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
+from areal_lite.data.encode import Messages, Tokenizer, chat_messages, encode_text, end_tokens, render_chat
+from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each, without_nulls
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,10 @@ def _example(
             raise ValueError(f"column {data.messages_column!r} must hold a prompt and an answer, got one message alone")
         completions = [[answer]]
     chat = data.chat or not all(isinstance(text, str) for text in (prompt, *completions))
-    pairs = [split_turn(prompt, completion, tokenizer, chat=chat, ends=ends) for completion in completions]
+    tools = without_nulls(row.get("tools") or []) if chat else []
+    if not isinstance(tools, list):
+        raise ValueError(f"column 'tools' must hold a list of descriptions for the chat template, got {tools!r:.60}")
+    pairs = [split_turn(prompt, one, tokenizer, chat=chat, ends=ends, tools=tools) for one in completions]
     return Example(pairs[0][0], tuple(ids for _, ids in pairs), prompt if chat else None)
 
 
@@ -226,7 +229,13 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[Chat, Chat, Chat]:
 
 
 def split_turn(
-    prompt: Any, completion: Any, tokenizer: Tokenizer, *, chat: bool, ends: Collection[int | None]
+    prompt: Any,
+    completion: Any,
+    tokenizer: Tokenizer,
+    *,
+    chat: bool,
+    ends: Collection[int | None],
+    tools: Messages = (),
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt, and of one completion up to where generation stops.
 
@@ -236,6 +245,7 @@ def split_turn(
         tokenizer: It has an end-of-sequence token.
         chat: Whether they go through the chat template, plain texts as messages of user and assistant.
         ends: `end_tokens` of the model.
+        tools: Their descriptions, for the chat template.
 
     Raises:
         ValueError: What the row holds is something else, or text the tokenizer cannot encode.
@@ -251,8 +261,8 @@ def split_turn(
             raise ValueError(f"the prompt must end with a message to the assistant, got {_roles(asked)}")
         if _roles(answer) != ["assistant"]:
             raise ValueError(f"the completion must be one message of the assistant, got {_roles(answer)}")
-        text = render_chat(asked, tokenizer)
-        whole = render_chat([*asked, *answer], tokenizer, add_generation_prompt=False)
+        text = render_chat(asked, tokenizer, tools=tools)
+        whole = render_chat([*asked, *answer], tokenizer, tools=tools, add_generation_prompt=False)
         if not whole.startswith(text):
             raise ValueError(
                 "the chat template must write a prompt alike with and without its answer, got "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from source_builders import write_jsonl, write_parquet
 from transformers import PreTrainedTokenizerFast
 
 from areal_lite.config.data import ArithConfig
@@ -87,6 +88,24 @@ def test_chats_go_through_the_template_and_stop_where_generation_stops(
 ) -> None:
     """Only the last answer is learned. Seen failing with what the template writes behind its <eos> left in."""
     assert texts(tokenizer, load(tokenizer, tmp_path, [row])) == [("u:hi.a:", "yo<eos>")]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_tools_and_their_calls(source: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Of a table as of JSON. Seen failing with the keys of other rows' calls, as null, and without the tools."""
+    rows = [
+        {
+            "messages": [*chat(key), {"role": "assistant", "content": "", "tool_calls": [{key: "x"}]}],
+            "tools": [{key: 1}],
+        }
+        for key in ("a", "b")
+    ]
+    tokenizer.chat_template = "{{ tools[0] | length }}" + TEMPLATE.replace(
+        "{% if m", "{{ m.tool_calls[0] | length if m.tool_calls }}{% if m"
+    )
+    path = (write_parquet if source == "parquet" else write_jsonl)(tmp_path / "rows", rows)
+    found = texts(tokenizer, load_data(tokenizer, source=source, path=str(path)))
+    assert found == [("1u:a.a:", "1<eos>"), ("1u:b.a:", "1<eos>")]
 
 
 def test_another_day_leaves_the_checksum(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
