@@ -107,6 +107,7 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
         return number, _example(row, tokenizer, config=config, ends=ends)
 
     examples = make_each(rows, make, problems=problems, name=path, data=data)
+    _check_turn_end(examples[0][1], tokenizer)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
 
 
@@ -161,6 +162,19 @@ def _example(
         raise ValueError(f"column 'tools' must hold a list of descriptions for the chat template, got {tools!r:.60}")
     pairs = [split_turn(prompt, one, tokenizer, chat=chat, ends=ends, tools=tools) for one in completions]
     return Example(pairs[0][0], tuple(ids for _, ids in pairs), prompt if chat else None)
+
+
+def _check_turn_end(example: Example, tokenizer: Tokenizer) -> None:
+    """Warn where a chat's answer ends with a special token that is no stop token, and only then with one that is."""
+    answer = tokenizer.decode(example.completions[0][:-1]).rstrip()
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    turn_end = next((token for token in special if answer.endswith(token)), None)
+    if example.asked is not None and turn_end is not None:
+        _log.warning(
+            "the chat template ends answers with %r, where generation does not stop, so that verifiers would see it. "
+            "Fix: set eos_token to it in the model's tokenizer_config.json",
+            turn_end,
+        )
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:

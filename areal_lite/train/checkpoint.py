@@ -41,6 +41,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
+from areal_lite.record.run_files import read_json
 from areal_lite.train.checkpoint_reader import SafeReader
 from areal_lite.train.distributed import device_of, new_group_beside
 from areal_lite.train.gathers import gathered, whole_parameters
@@ -184,7 +185,7 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
         folder: Created if missing.
         model: A transformers model, sharded or not. Adapters are merged, and also written to `adapter/`.
         base_folder: The initial model; dtype, generation config and tokenizer are taken from there, with the chat
-            template.
+            template. The config gets the tokenizer's end of sequence, a scoring model's tokenizer the model's padding.
     """
     target = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
     shards = {name: (value, value.dtype) for name, value in adapter_parameters(model)}
@@ -204,7 +205,21 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
         config = deepcopy(saver.config)
         config.dtype = config.get_text_config().dtype = target  # transformers writes that of the float32 masters
         config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(base_folder).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(base_folder)
+        _add_end(folder / given.name, tokenizer.eos_token_id)
+        padding = config.get_text_config().pad_token_id
+        if saver.get_output_embeddings() is None and padding in tokenizer.added_tokens_decoder:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)  # else scores are read at other tokens
+        tokenizer.save_pretrained(folder)
+
+
+def _add_end(generation_config: Path, end: int | None) -> None:
+    """Let transformers stop where training ends completions, at the tokenizer's end of sequence."""
+    settings = read_json(generation_config)
+    ends = settings.get("eos_token_id") or []
+    ends = ends if isinstance(ends, list) else [ends]
+    if settings and end is not None and end not in ends:
+        generation_config.write_text(json.dumps(settings | {"eos_token_id": [*ends, end]}, indent=2))
 
 
 def _state(learner: Learner) -> dict[str, Any]:

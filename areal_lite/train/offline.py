@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
 from areal_lite.data.completions import OfflineData, load_offline
-from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.encode import end_tokens, load_tokenizer
 from areal_lite.train.checkpoint import export_model, load_checkpoint, take_snapshot
 from areal_lite.train.distributed import device_of, sum_over_ranks
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
@@ -239,5 +239,7 @@ def _figures(values_F: Tensor) -> dict[str, float]:
 
 def _padding(tokenizer: Any) -> int:
     """Return a token to pad with: transformers reads a score before all padding, so never the end of sequence."""
-    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1)
+    ends, added = end_tokens(tokenizer, tokenizer.name_or_path), tokenizer.added_tokens_decoder
+    special = sorted(token for token in added if added[token].special and token not in ends)
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *special, 0, 1)
     return int(next(token for token in known if token not in (None, tokenizer.eos_token_id)))

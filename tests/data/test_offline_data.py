@@ -117,6 +117,17 @@ def test_another_day_leaves_the_checksum(tmp_path: Path, tokenizer: PreTrainedTo
     assert checksums[0] == checksums[1] != checksums[2]
 
 
+def test_a_turn_end_at_which_nothing_stops_is_reported(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen failing without a warning: the model learned to write both tokens, and verifiers saw the first."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    for template, count in ((TEMPLATE, 0), (TEMPLATE.replace("<eos>{% endif %}.", "<end>{% endif %} "), 1)):
+        tokenizer.chat_template = template
+        load(tokenizer, tmp_path, [{"messages": chat("hi", "yo")}])
+        assert caplog.text.count("ends answers with '<end>'") == count
+
+
 def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
     messages = chat("hi", "yo")

@@ -230,14 +230,15 @@ def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_i
 
 
 def test_an_export_is_what_came_in_but_for_the_weights(tmp_path: Path) -> None:
-    """Dtype, generation config and chat template.
+    """Dtype, generation config and chat template. The tokenizer's end of sequence is added to the config's.
 
     Seen failing with the dtype of the master weights in either file; with a generation config that transformers writes,
-    which refuses a temperature without do_sample.
+    which refuses a temperature without do_sample; with 3 alone, at which the tokenizer's texts do not end.
     """
     base, out = Path(save_tiny_model(tmp_path / "model")), tmp_path / "export"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    settings = json.loads((base / "generation_config.json").read_text()) | {"temperature": 0.6, "do_sample": False}
+    settings = json.loads((base / "generation_config.json").read_text())
+    settings |= {"temperature": 0.6, "do_sample": False, "eos_token_id": 3}
     (base / "generation_config.json").write_text(json.dumps(settings))
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
     trainer, dtype = make_trainer(str(base)), torch.bfloat16
@@ -247,7 +248,7 @@ def test_an_export_is_what_came_in_but_for_the_weights(tmp_path: Path) -> None:
     assert exported.config.dtype == dtype
     assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {dtype}
     assert_equal(exported.state_dict(), {name: value.to(dtype) for name, value in trainer.model.state_dict().items()})
-    assert json.loads((out / "generation_config.json").read_text()) == settings
+    assert json.loads((out / "generation_config.json").read_text()) == settings | {"eos_token_id": [3, 1]}
     assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
 
 

@@ -164,7 +164,10 @@ def test_the_reference_is_loaded_at_the_start(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("pad", [None, "<eos>"])
 def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, tmp_path: Path) -> None:
-    """Where the tokenizer has no padding, or pads with that end. Seen failing with the end as padding."""
+    """Where the tokenizer has no padding, or pads with that end. Seen failing with the end as padding.
+
+    Its own tokenizer pads a batch alike. Seen failing with a tokenizer without padding, and with the end as padding.
+    """
     config = offline_config(tmp_path, "reward_model")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.pad_token = pad
@@ -177,6 +180,9 @@ def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, 
     with torch.no_grad():
         scores_S = model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0]
         assert float(model(input_ids=ids).logits[0, 0]) == pytest.approx(float(scores_S[-1]), abs=1e-5)
+        padded = AutoTokenizer.from_pretrained(tmp_path / "out")(["123<eos>", "123123<eos>"], padding=True)
+        found = model(**padded.convert_to_tensors("pt")).logits[0, 0]
+    assert float(found) == pytest.approx(float(scores_S[-1]), abs=1e-5)
     assert abs(float(scores_S[-1] - scores_S[-2])) > 1e-3
 
 
