@@ -130,13 +130,13 @@ def _load(
         add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
     if not isinstance(model, FSDPModule):
         model = shard(model)
+    # Routers with jitter, and layers left out by lot, are random in training mode too.
+    loaded: nn.Module = model.to("cpu" if config.trainer.offload else device).eval()
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    loaded: nn.Module = model.to("cpu" if config.trainer.offload else device).train()
+        for layer in decoder_layers(loaded):
+            layer.training = True  # transformers checkpoints no others; their own submodules stay as they are
     for module in loaded.modules():
-        # A head may have a rate that its config does not name.
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     return loaded
