@@ -157,7 +157,7 @@ def check_model(config: Config | OfflineConfig, model_folder: Path) -> None:
     settings = read_json(model_folder / "config.json", problems)
     if problems:
         raise ConfigError(f"model.path={model_folder} must be a model: {problems[0]}. Fix: restore it")
-    kind, longest = settings.get("model_type"), settings.get("max_position_embeddings")
+    kind, longest = settings.get("model_type"), settings.get("max_position_embeddings", settings.get("n_positions"))
     if isinstance(config, Config) and kind in _RELOADED_WRONGLY:
         raise ConfigError(
             f"model.path={model_folder} is a {kind} model, of which vLLM {_RELOADED_WRONGLY[kind]}: its engines would "

@@ -5,7 +5,7 @@ sentence; `train` then uses what was loaded.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
@@ -19,7 +19,7 @@ from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.data.demonstrations import alphabet, demonstrations
 from areal_lite.data.encode import Tokenizer, load_tokenizer
 from areal_lite.data.prompts import load_source, load_sources
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, DataError
 from areal_lite.node import check_folders, check_memory, installed_version, memory_bytes
 from areal_lite.record.paths import check_model, with_absolute_paths
 from areal_lite.record.run_files import read_json
@@ -99,10 +99,30 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
         check_layers(config, folder)
     tokenizer = _tokenizer(config, folder)
     if config.command != "train":
-        return Loaded(config=config, rows=load_offline(config, tokenizer))
-    if config.objective.reference_path is not None:
-        _check_reference(Path(config.objective.reference_path), tokenizer, config)
-    return _load_prompts(config, tokenizer, reach)
+        loaded = Loaded(config=config, rows=load_offline(config, tokenizer))
+    else:
+        if config.objective.reference_path is not None:
+            _check_reference(Path(config.objective.reference_path), tokenizer, config)
+        loaded = _load_prompts(config, tokenizer, reach)
+    if folder is not None:
+        _check_vocabulary(loaded, folder, tokenizer)
+    return loaded
+
+
+def _check_vocabulary(loaded: Loaded, folder: Path, tokenizer: Tokenizer) -> None:
+    """Refuse data with tokens that the model has no embedding of."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    texts: list[Sequence[int]] = [prompt.token_ids for prompt in chain(*loaded.prompts.values(), loaded.held_out)]
+    if loaded.rows is not None:
+        for row in chain(loaded.rows.train, loaded.rows.held_out):
+            texts += [row.prompt, *row.completions]
+    largest = max(map(max, filter(None, texts)), default=0)
+    if size is not None and largest >= size:
+        raise DataError(
+            f"the data's tokens must be among the {size} that {folder} has embeddings of (vocab_size), got {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}). Fix: save the model again after "
+            "resize_token_embeddings(len(tokenizer)), or remove the token from the data"
+        )
 
 
 def _check_room(folder: Path) -> None:

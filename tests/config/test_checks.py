@@ -20,6 +20,12 @@ FAULTS = {
     "no such model": ("train", [*OWN[:1], "model.path=./none"], "model.path must be a Hugging Face model folder"),
     "no tokenizer": ("train", [*OWN[:1], "model.path=./model"], "a model folder must hold its tokenizer"),
     "long context": ("train", [*OWN[:1], "model.path=./model", "model.max_context=513"], "was made for, 512, got 513"),
+    "learned positions": ("train", [*OWN[:1], "model.path=./teacher"], "was made for, 32, got "),
+    "tokens without embeddings": (
+        "sft",
+        [*SFT, "data.path=abc.jsonl", "trainer.batch_size=1", "model.path=./teacher", "model.max_context=32"],
+        "must be among the 4 that {here}/teacher has embeddings of (vocab_size), got 4 ('c'). Fix: ",
+    ),
     "another tokenizer": (
         "train",
         [*OWN[:1], "objective.preset=distill", "objective.reference_path=./teacher"],
@@ -107,7 +113,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
     build_char_tokenizer("abc").save_pretrained("teacher")
-    Path("teacher/config.json").write_text("{}")
+    Path("teacher/config.json").write_text('{"vocab_size": 4, "n_positions": 32}')
+    Path("abc.jsonl").write_text('{"prompt": "a", "completion": "c"}\n')
     Path("mine.py").write_text(
         "def verify(prompt, completion, answer, **row):\n    raise RuntimeError('no')\n"
         "def loss(current_logprobs_T): ...\n"
@@ -120,7 +127,8 @@ def test_every_command_refuses_a_fault_with_the_same_sentence(fault: str, capsys
     """Seen failing: launch accepted all but the unknown key, check-config missing paths, rows that only a whole reading
     or tokenising shows to be wrong, and all data of the offline commands; doctor took no recipe.
 
-    All accepted functions that refuse their arguments; all but train a mesh or an attention that the model cannot have.
+    All accepted functions that refuse their arguments, tokens without embeddings, and a context over GPT-2's positions;
+    all but train a mesh or an attention that the model cannot have.
     """
     kind, words, message = FAULTS[fault]
     errors = set()
