@@ -24,12 +24,16 @@ _NAME = "default"
 """What peft calls an adapter; no parameter but an adapter's has it in its path."""
 
 
-def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dtype, seed: int) -> None:
+def add_adapters(model: Any, settings: LoraConfig, *, base_dtype: torch.dtype, seed: int) -> None:
     """Freeze a float32 model, cast it, and give it float32 adapters, the same on all ranks."""
     import peft  # takes a second
 
     config = peft.LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets) or "all-linear"
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -150,18 +150,18 @@ def test_what_two_ranks_export_and_send_is_what_they_trained(
 ) -> None:
     """The merged folder and the adapter on its base score as the trainer does; against one rank: test_mesh.py.
 
-    Seen failing with the adapters left out of what is sent, and with each rank's own shards gathered by nobody.
+    Seen failing with the adapters left out of what is sent, and with each rank's own shards gathered by nobody; with an
+    adapter that names neither its base nor its kind.
     """
     run_ranks(export, model_folder, str(tmp_path), dtype)
     results, exported = torch.load(tmp_path / "results.pt"), load_file(tmp_path / "model.safetensors")
     assert results["sent"].keys() == exported.keys() == load_file(Path(model_folder) / "model.safetensors").keys()
     for name, value in exported.items():
         assert torch.equal(results["sent"][name], value.float()), name
-    base: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     prompt, output = SEQUENCE
     for model in (
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
-        peft.PeftModel.from_pretrained(base, tmp_path / "adapter"),
+        peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter"), dtype=torch.float32),
     ):
         logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(dim=1).gather(1, torch.tensor(output)[:, None])[:, 0]
