@@ -216,10 +216,11 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
 def _add_end(generation_config: Path, end: int | None) -> None:
     """Let transformers stop where training ends completions, at the tokenizer's end of sequence."""
     settings = read_json(generation_config)
-    ends = settings.get("eos_token_id") or []
-    ends = ends if isinstance(ends, list) else [ends]
-    if settings and end is not None and end not in ends:
-        generation_config.write_text(json.dumps(settings | {"eos_token_id": [*ends, end]}, indent=2))
+    saved = settings.get("eos_token_id")
+    ends = saved if isinstance(saved, list) else [saved]
+    if settings and end not in (None, *ends):
+        settings["eos_token_id"] = [one for one in (*ends, end) if one is not None]
+        generation_config.write_text(json.dumps(settings, indent=2))
 
 
 def _state(learner: Learner) -> dict[str, Any]:
