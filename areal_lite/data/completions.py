@@ -9,6 +9,7 @@ A completion ends with exactly one token where generation stops: a plain text ge
 template writes after the first such token is left out.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -23,8 +24,16 @@ from typing import Any, Literal, NamedTuple
 from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
-from areal_lite.data.encode import Messages, Tokenizer, chat_messages, encode_text, end_tokens, render_chat
-from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each, without_nulls
+from areal_lite.data.encode import (
+    Messages,
+    Tokenizer,
+    chat_messages,
+    encode_text,
+    end_tokens,
+    render_chat,
+    without_nulls,
+)
+from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -38,8 +47,8 @@ class Example(NamedTuple):
 
     prompt: list[int]
     completions: tuple[list[int], ...]
-    asked: Chat | str | None = None
-    """What a chat template wrote the prompt from; the template may write the date as well."""
+    asked: Any = None
+    """What a chat template wrote the prompt from; unlike its tokens, it does not change with a date that is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +116,8 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
         return number, _example(row, tokenizer, config=config, ends=ends)
 
     examples = make_each(rows, make, problems=problems, name=path, data=data)
-    _check_turn_end(examples[0][1], tokenizer)
+    if split == "train":
+        _check_turn_end(examples[0][1], tokenizer)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
 
 
@@ -157,15 +167,26 @@ def _example(
             raise ValueError(f"column {data.messages_column!r} must hold a prompt and an answer, got one message alone")
         completions = [[answer]]
     chat = data.chat or not all(isinstance(text, str) for text in (prompt, *completions))
-    tools = without_nulls(row.get("tools") or []) if chat else []
-    if not isinstance(tools, list):
-        raise ValueError(f"column 'tools' must hold a list of descriptions for the chat template, got {tools!r:.60}")
+    tools = _tools(row) if chat else []
     pairs = [split_turn(prompt, one, tokenizer, chat=chat, ends=ends, tools=tools) for one in completions]
-    return Example(pairs[0][0], tuple(ids for _, ids in pairs), prompt if chat else None)
+    asked = [prompt, tools] if tools else prompt
+    return Example(pairs[0][0], tuple(ids for _, ids in pairs), asked if chat else None)
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(
+            f"column 'tools' must hold a list of descriptions for the chat template, or its JSON, got {tools!r:.60}"
+        )
+    return [without_nulls(tool) for tool in tools]
 
 
 def _check_turn_end(example: Example, tokenizer: Tokenizer) -> None:
-    """Warn where a chat's answer ends with a special token that is no stop token, and only then with one that is."""
+    """Warn if the chat template ends an answer with a special token at which generation does not stop."""
     answer = tokenizer.decode(example.completions[0][:-1]).rstrip()
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     turn_end = next((token for token in special if answer.endswith(token)), None)

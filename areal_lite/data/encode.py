@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from areal_lite.config.sections import ModelConfig
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.record.run_files import read_json
+from areal_lite.record.run_files import read_json, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,9 +66,9 @@ def end_tokens(tokenizer: Tokenizer, folder: str | Path) -> set[int | None]:
     """Return all tokens where generation stops: the tokenizer's end of sequence, and those of `generation_config.json`.
 
     Args:
-        folder: The model's.
+        folder: The model's; empty = a tokenizer without files.
     """
-    ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
+    ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id") if folder else None
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
@@ -134,14 +134,24 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
     for message in value:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_message or (message.get("content") is None and not message.get("tool_calls")):
-            raise ValueError(f"a chat message must be {{role: text, content: text}}, got {message!r:.60}")
-    return [text_message(message) for message in value]
+            raise ValueError(
+                "a chat message must be {role: text, content: text}, or of tool_calls without content, got "
+                f"{message!r:.60}"
+            )
+    return [text_message(without_nulls(message)) for message in value]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys that a table fills with null, as other rows have them, at any depth."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def text_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat message as templates expect it: its content is one text, and keys that are empty are left out.
-
-    Columns of a dataset have the keys of all messages, empty where a message has none.
 
     Raises:
         ValueError: It holds more than text.
@@ -158,6 +168,13 @@ def _text_of(part: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"the content of a message must be text, got {part!r:.60}")
     return text
+
+
+def _called(messages: Messages) -> list[str]:
+    """Return the names of the functions that the messages call."""
+    listed = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
+    calls = [table(call) for calls in listed for call in calls]
+    return [str(table(call.get("function", call)).get("name", "")) for call in calls]
 
 
 def render_chat(
@@ -179,13 +196,20 @@ def render_chat(
             f"{where}.chat=true, or a list of chat messages, needs a model with a chat template, this one has none: "
             f"give plain texts and set {where}.chat=false"
         )
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        tools=[dict(tool) for tool in tools] or None,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+    )
+    names = _called(messages)
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        text = str(render([dict(message) for message in messages]))
+        if not all(name in text for name in names):
+            # DeepSeek's templates write tool calls only beside a content of null, which others write as "None".
+            nulls = [{**one, "content": one["content"] or None} if one.get("tool_calls") else one for one in messages]
+            other = str(render(nulls))
+            text = other if all(name in other for name in names) else text
     except Exception as error:  # templates raise their own kinds
         raise ValueError(f"the chat template refuses a chat of {len(messages)} messages ({error})") from error
-    return str(text)
+    return text

@@ -171,7 +171,7 @@ def make_each(
     made, broken = [], list(problems)
     for number, row in rows:
         try:
-            made.append(make(number, {name: _chat(value) for name, value in row.items()}))
+            made.append(make(number, row))
         except ArealLiteError:
             raise
         except ValueError as error:
@@ -191,19 +191,3 @@ def make_each(
                 f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. {to_do}"
             )
     return made
-
-
-def _chat(value: Any) -> Any:
-    """Return chat messages without the nulls inside tool calls and the like; any other column's value as it is."""
-    if isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value):
-        return [{key: without_nulls(item) for key, item in one.items()} for one in value]
-    return value
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value without the keys that a table fills with null, as other rows have them, at any depth."""
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return value

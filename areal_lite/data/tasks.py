@@ -50,11 +50,13 @@ def make_task(
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
     """
     prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
-    messages, text = (tuple(chat_messages(prompt)), "") if isinstance(prompt, list) else ((), prompt)
+    try:
+        messages, text = (tuple(chat_messages(prompt)), "") if isinstance(prompt, list) else ((), prompt)
+    except ValueError as error:
+        raise ValueError(f"column {prompt_column!r}: {error}") from error
     if not isinstance(text, str) or not (messages or text.strip()):
         raise ValueError(
-            f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
-            f"{prompt!r:.60}"
+            f"column {prompt_column!r} must hold a non-empty text or a list of messages, got {prompt!r:.60}"
         )
     answers = answer if isinstance(answer, list) else [answer]
     if not answers or not all(isinstance(one, str | int) or _is_finite(one) for one in answers):

@@ -110,7 +110,7 @@ def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
         (temporary / _META).write_text(json.dumps({"step": step, "time": began}))
         seal(temporary)
     except Exception as error:
-        written, free = _size(temporary), shutil.disk_usage(folder).free
+        written, free = _size(temporary), shutil.disk_usage(folder if folder.exists() else folder.parent).free
         shutil.rmtree(temporary, ignore_errors=True)
         needed = max([written + 2**20, *map(_size, whole_checkpoints(folder).values())])
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or written + free < needed:

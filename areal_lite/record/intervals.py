@@ -23,7 +23,7 @@ class Paired(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean: Wilson's where each value is 0 or 1, else normal; None for one such value.
+    """Return the 95 % interval of a mean: Wilson's where each value is 0 or 1, else normal; None for one other value.
 
     Wilson's (1927) has a width even where all values are equal:
 

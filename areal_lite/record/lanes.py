@@ -16,7 +16,7 @@ from areal_lite.record.run_files import number
 GAP = "gap"
 """The run was not alive from this event on, until each lane's next one: such time is part of no share.
 
-As a state, also that of a worker which is no part of the run any more.
+As a state, also that of a worker that has left the run.
 """
 
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")

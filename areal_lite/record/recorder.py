@@ -206,7 +206,7 @@ class OnlineRecorder(Recorder):
         Args:
             stats: From the trainer.
             step: Number of completed steps, from 1; also the new version.
-            tokens_generated: By all engines since their start.
+            tokens_generated: By all engines since the start or restart of the run.
             ledger: Groups by state when the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
         """

@@ -101,7 +101,9 @@ class RunFolder:
         """
         path, notes = self.path / "config.json", list[str]()
         if not path.is_file():
-            raise CheckpointError(f"expected a run folder, got {self.path}, which has no config.json")
+            raise CheckpointError(
+                f"expected a run folder, got {self.path}, which has no config.json. Fix: name the folder of a run"
+            )
         saved = read_json(path, notes)
         if notes:
             raise CheckpointError(f"{self.path} is damaged: {notes[0]}. Fix: restore config.json, or start a new run")

@@ -59,7 +59,7 @@ def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list
     """Open the services that `run.trackers` names, for a folder with a `config.json`.
 
     Raises:
-        ConfigError: One fails, and the run has no steps that it could lose; later it is left out.
+        ConfigError: One fails before the first step; later, it is skipped with a warning.
     """
     kinds: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MlFlow}
     trackers = []
@@ -158,7 +158,7 @@ class _MlFlow:
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            allowed = re.sub(r"[^\w./ :-]", "_", name)  # another name would lose all figures behind it
+            allowed = re.sub(r"[^\w./ :-]", "_", name)  # MLflow would drop every figure after another name
             self._client.log_metric(self._id, allowed, value, step=row["step"])
 
     def show_samples(self, samples: Sequence[Sample]) -> None:

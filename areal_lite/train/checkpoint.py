@@ -185,7 +185,8 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int)
         folder: Created if missing.
         model: A transformers model, sharded or not. Adapters are merged, and also written to `adapter/`.
         base_folder: The initial model; dtype, generation config and tokenizer are taken from there, with the chat
-            template. The config gets the tokenizer's end of sequence, a scoring model's tokenizer the model's padding.
+            template. The generation config gets the tokenizer's end of sequence, a scoring model's tokenizer the
+            model's padding.
     """
     target = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
     shards = {name: (value, value.dtype) for name, value in adapter_parameters(model)}

@@ -130,7 +130,7 @@ def _load(
         add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
     if not isinstance(model, FSDPModule):
         model = shard(model)
-    # Routers with jitter, and layers left out by lot, are random in training mode too.
+    # Routers with jitter, and randomly skipped layers (LayerDrop), are random in training mode too.
     loaded: nn.Module = model.to("cpu" if config.trainer.offload else device).eval()
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()

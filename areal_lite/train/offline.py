@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
@@ -80,7 +81,7 @@ class OfflineTrainer:
         tokenizer, padding, reference = load_tokenizer(model_folder, config.model), 0, None
         data = load_offline(config, tokenizer)
         if config.command == "reward_model":
-            padding = _padding(tokenizer)
+            padding = _padding(tokenizer, AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size)
             model = load_reward_model(model_folder, config, pad_token_id=padding)
         else:
             model = load_model(model_folder, config)
@@ -237,9 +238,9 @@ def _figures(values_F: Tensor) -> dict[str, float]:
     return dict(zip(("loss", "accuracy", "margin"), values_F.tolist(), strict=False))
 
 
-def _padding(tokenizer: Any) -> int:
+def _padding(tokenizer: Any, num_embeddings: int) -> int:
     """Return a token to pad with: transformers reads a score before all padding, so never the end of sequence."""
     ends, added = end_tokens(tokenizer, tokenizer.name_or_path), tokenizer.added_tokens_decoder
-    special = sorted(token for token in added if added[token].special and token not in ends)
+    special = sorted(token for token in added if added[token].special and token not in ends and token < num_embeddings)
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *special, 0, 1)
     return int(next(token for token in known if token not in (None, tokenizer.eos_token_id)))

@@ -83,6 +83,8 @@ class _PatientClient:
                 try:
                     getattr(self._client, method)(*arguments)
                 except HandoverError as error:
+                    if not error.engines:
+                        raise
                     self.failures = error.engines
             if method == "finish_weight_update" and self.failures:
                 self._release()
@@ -151,7 +153,7 @@ class WeightPublisher:
             try:
                 self._senders = {"": self._connect_group(group_client, num_engine_ranks)}
             except HandoverError as error:
-                failures |= error.engines
+                failures |= error.engines or dict.fromkeys(clients, str(error))
             return failures
         self._senders = {name: sender for name, sender in self._senders.items() if name in kept}
         new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
@@ -184,7 +186,7 @@ class WeightPublisher:
                     if isinstance(sender.client, _PatientClient):
                         failures |= sender.client.failures
                 except HandoverError as error:
-                    failures |= error.engines
+                    failures |= error.engines or dict.fromkeys(self._members, str(error))
             return failures
         if self._rank != 0:
             for _ in self._source:  # rank 0 gathers

@@ -12,7 +12,7 @@ from areal_lite.config.reading import read_recipe, recipe_folder
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import BUILT_IN, COMMANDS
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import Job, find_kind
+from areal_lite.launch.clusters.job import Job, find_kind, is_override
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import render
 from areal_lite.launch.run.plan import NOWHERE, Node, plan, table
@@ -31,7 +31,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         named = [word.partition("=")[2] or after for word, after in zip(rest, [*rest[1:], ""], strict=True)
                  if word.partition("=")[0] == "--recipe"]  # fmt: skip
     else:
-        named = [word for word in rest[:1] if not _is_override(word) and not word.startswith("-")]
+        named = [word for word in rest[:1] if not is_override(word) and not word.startswith("-")]
     if not named:
         raise ConfigError(
             f"{command} needs a recipe right after it (eval: --recipe), got {' '.join(rest) or 'nothing'}"
@@ -41,12 +41,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         raise ConfigError(f"options of launch belong before the command, got {' '.join(late)} after it: move them")
     if command in COMMANDS.values():  # they have no options: they would refuse what is no override
         return command, named[0], rest[1:]
-    return command, named[0], [word for word in rest if _is_override(word) and not word.startswith("-")]
-
-
-def _is_override(word: str) -> bool:
-    """Whether a word is no path, which may hold `=` as well."""
-    return "=" in word and not os.path.exists(word)
+    return command, named[0], [word for word in rest if is_override(word) and not word.startswith("-")]
 
 
 def problems(job: Job) -> Iterator[str]:

@@ -120,9 +120,14 @@ def find_job(name: str) -> Job:
     return parse_section(read_yaml(path, holding="a job"), Job)
 
 
+def is_override(word: str) -> bool:
+    """Whether a word is no path, which may hold `=` as well."""
+    return "=" in word and not os.path.exists(word)
+
+
 def job_name(words: Sequence[str]) -> str:
     """Name a job after its recipe and the present second."""
-    recipe = next((word for word in reversed(words) if "=" not in word and not word.startswith("-")), words[0])
+    recipe = next((word for word in reversed(words) if not is_override(word) and not word.startswith("-")), words[0])
     name = f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     return re.sub(r"[^a-z0-9-]+", "-", name.lower()).lstrip("-")
 

@@ -1,7 +1,7 @@
 """`areal-lite estimate`: the memory of a recipe, whether it fits, and its peak throughput on GPUs."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,8 @@ APART = "transfers (apart)"
 HOST = "in the host's memory (apart)"
 OF_AN_UPDATE = ("gathered parameters", "gradients", "activations", "activations kept by layers")
 """What a trainer rank has during an update alone; transfers happen between updates."""
+Change = Mapping[str, Any]
+"""New values by key."""
 FULL = 0.95
 """Usable share of a GPU's memory; the rest goes to CUDA, NCCL and gaps between tensors."""
 
@@ -197,15 +199,23 @@ def _fix_of_rank(config: Config, figures: Mapping[str, Any]) -> str:
         passes.append({"trainer.micro_batch_tokens": rows * context})
     if not trainer.activation_checkpointing:
         passes += [{"trainer.activation_checkpointing": True, **change} for change in passes]
-    fixes = [_first_that_fits(config, figures, passes, _rank_fits)]
+    fixes = [_with_passes(config, figures, [{}], passes)]
     if fixes == [None] and config.run.device == "cuda":
-        numbers = [trainer.ranks * 2**doublings for doublings in range(1, 7)]
-        ranks = [{"trainer.ranks": number, **change} for number in numbers for change in passes]
-        offload = [{"trainer.offload": True, **change} for change in passes]
-        fixes = [_first_that_fits(config, figures, changes, _rank_fits) for changes in (ranks, offload)]
+        ranks = [{"trainer.ranks": trainer.ranks * 2**doublings} for doublings in range(1, 7)]
+        fixes = [_with_passes(config, figures, changes, passes) for changes in (ranks, [{"trainer.offload": True}])]
     other = "set weights.transport=nccl, " if config.weights.transport == "ipc" else ""
     other += f"lower model.max_context={context}, train adapters alone (trainer.lora), or take a smaller model"
     return ", or ".join(filter(None, fixes)) or other
+
+
+def _with_passes(
+    config: Config, figures: Mapping[str, Any], changes: Iterable[Change], passes: Sequence[Change]
+) -> str | None:
+    """Return the first change that is enough, with the first passes that fit it: each try takes half a second."""
+    for change in changes:
+        if _first_that_fits(config, figures, [{**change, **passes[-1]}], _rank_fits):
+            return _first_that_fits(config, figures, [{**change, **one} for one in passes], _rank_fits)
+    return None
 
 
 def _fix_of_engine(config: Config, figures: Mapping[str, Any]) -> str:
@@ -219,7 +229,7 @@ def _fix_of_engine(config: Config, figures: Mapping[str, Any]) -> str:
 def _first_that_fits(
     config: Config,
     figures: Mapping[str, Any],
-    changes: Iterable[Mapping[str, Any]],
+    changes: Iterable[Change],
     fits: Callable[[Config, Mapping[str, Any]], bool],
 ) -> str | None:
     """Return the first of these changes that is not refused and makes the recipe fit, in words."""

@@ -68,7 +68,7 @@ class _Commands(TyperGroup):
                 raise
             if error.filename is None:
                 sys.stdout = io.StringIO()  # as it ends, Python would write the rest
-            place, fix = error.filename or "the output", "free some" if is_full else "name another path"
+            place, fix = error.filename or "an output", "free some space" if is_full else "name another path"
             Console(stderr=True).print(Text(f"{error.strerror}: {place}. Fix: {fix}"), soft_wrap=True)
             code = 1
         except KeyboardInterrupt:

@@ -46,11 +46,11 @@ def simulate_run(
     config = load_config(recipe, overrides)
     inputs = read_inputs(config, run=run, gpu=gpu, profile=profile)
     assumed = dict(map(parse_override, assume or ()))
-    unused = {"engines"} if grid else set()
-    unused |= {"median", "sigma", "longest"} if inputs.lengths else set()
+    unused = {"engines"} | ({"median", "sigma", "longest"} if inputs.lengths else set())
     if wrong := ", ".join(sorted(unused & assumed.keys())):
         raise ConfigError(
-            f"--assume {wrong} changes nothing: --grid sets engines, and --from sets the lengths. Fix: leave it out"
+            f"--assume {wrong} changes nothing: rollout.workers or --grid sets engines, and --from sets the lengths. "
+            "Fix: leave it out"
         )
     inputs = parse_section(inputs.model_dump() | assumed, Inputs)
     console, numbers = Console(highlight=False, soft_wrap=True), inputs.model_dump(exclude={"lengths", *unused})
@@ -58,7 +58,7 @@ def simulate_run(
     if run is None:
         shares = ", ".join(f"{name} {value:g}" for name, value in ASSUMED.items())
         console.print(f"assumed shares of {gpu}'s peak, and more: {shares}", style="dim")
-    cases = list(splits(config, inputs.gpus) if grid else [(config.trainer.ranks, inputs.engines, None)])
+    cases = list(splits(config, inputs.gpus) if grid else [(config.trainer.ranks, config.rollout.workers, None)])
     steps = GRID_STEPS if grid else config.run.steps
     if steps < 2:
         raise ConfigError(f"simulate measures from one step to a later one, got run.steps={steps}. Fix: set 2 or more")

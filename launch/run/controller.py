@@ -197,7 +197,7 @@ class Controller(ABC):
 
     @abstractmethod
     def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
-        """Write, show and return the row of a step."""
+        """Write, show and return the row of a step; once it is written, `_unwritten` is None, whatever fails then."""
 
     @abstractmethod
     def _summarize(self, status: str, *, failed: bool) -> dict[str, Any]:
@@ -257,9 +257,7 @@ class Controller(ABC):
             self._interrupts.give_notice("the loss of Ray's head process (GCS)")
         self._announce_stop()
         if self._unwritten is not None:
-            record = self._unwritten
-            self._unwritten = None  # first, so that a row whose display fails is not written twice
-            self._call_back(self._write(record))
+            self._call_back(self._write(self._unwritten))
         self._advance_save()
         self._poll_processes()
 

@@ -74,6 +74,7 @@ class OfflineController(Controller):
 
     def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
         row: Mapping[str, Any] = self._recorder.step(record["figures"], step=self._version, train_s=record["train_s"])
+        self._unwritten = None
         self._view.step(row, evaluations=self._recorder.evaluations)
         return row
 

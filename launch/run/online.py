@@ -107,7 +107,8 @@ class OnlineController(Controller):
     def _prepare(self, checkpoint: Path | None) -> None:
         self._cluster.queue.open_admission()
         self._cluster.serve()
-        self._evaluate_if_due()  # that of this step may have ended after its save began
+        if checkpoint is not None:
+            self._evaluate_if_due()  # that of this step may have ended after its save began
 
     def _step(self) -> bool:
         batch_id = f"step-{self._version + 1}"
@@ -288,6 +289,7 @@ class OnlineController(Controller):
             ledger=status["counts"],
             **record["timings"],
         )
+        self._unwritten = None
         self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
         for warning in [*self._warnings]:
             if text := warning([*self._recorder.recent]):
@@ -303,7 +305,7 @@ class OnlineController(Controller):
 
     def _evaluate_now(self) -> None:
         """Evaluate under one version, with nothing beside it; Ctrl-C ends it, and what is evaluated by then counts."""
-        while self._cluster.is_halted and not self._interrupts:  # a restart has a deadline of its own
+        while self._eval_prompts and self._cluster.is_halted and not self._interrupts:  # a restart has a deadline
             self._revive_engines()
             self._tick()
             time.sleep(POLL_S)
@@ -325,6 +327,12 @@ class OnlineController(Controller):
             self._evaluations.lose("the run ends")
         if status == "done":
             self._evaluate_now()
+            if self._evaluations.is_lost and not self._interrupts:
+                time.sleep(POLL_S)
+                self._tick()  # gives up the worker that died
+                self._evaluate_now()  # by the others, or by its successor
+        if self._evaluations.is_lost:
+            self._recorder.stopped_by = "the loss of the last evaluation"
         # If the evaluation was cut short by Ctrl-C or lost with a worker, a resume completes it.
         return "interrupted" if self._interrupts or self._evaluations.is_lost else status
 

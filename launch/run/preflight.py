@@ -64,7 +64,7 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
     """
     config = with_network(config)
     model: list[str] = [] if model_folder is None else [str(model_folder)]
-    shared = Path(config.run.resume or config.run.dir or "runs").resolve()
+    shared = Path(config.run.resume or config.run.dir or "runs").expanduser().resolve()
     with console.status("looking at every node ..."):
         report = look_at_cluster(config, paths=[*model, *sorted(plugin_files(config.model_dump()))], shared=shared)
     console.print(preflight_table(report))

@@ -17,7 +17,7 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.config.sections import ModelConfig
 from areal_lite.data.arith import CHARACTERS
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.encode import decoder, load_tokenizer
+from areal_lite.data.encode import decoder, load_tokenizer, render_chat
 from areal_lite.data.prompts import load_source
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -195,6 +195,13 @@ def test_the_messages_of_a_chat_hold_text_and_no_empty_keys(tmp_path):
     (task,) = load(path)
     assert task.messages[0] == {"role": "user", "content": "a\nb"}
     assert [message["content"] for message in task.messages[1:]] == ["", "c"]
+    for condition in ("true", "m.content is none"):
+        tokenizer = build_char_tokenizer(LETTERS)
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.tool_calls and IT %}{{ m.tool_calls[0].function.name }}{% else %}"
+            "{{ m.content }}{% endif %}{% endfor %}"
+        ).replace("IT", condition)
+        assert render_chat(task.messages, tokenizer) == "a\nbfc"
 
 
 def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():

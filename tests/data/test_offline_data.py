@@ -109,12 +109,15 @@ def test_tools_and_their_calls(source: str, tmp_path: Path, tokenizer: PreTraine
 
 
 def test_another_day_leaves_the_checksum(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A template may write the date. Seen failing with the prompt's tokens in it."""
-    rows, checksums = [{"messages": chat("hi", "yo")}], []
-    for date, first in (("1", rows), ("2", rows), ("2", [{"messages": chat("he", "yo")}])):
+    """A template may write the date. Seen failing with the prompt's tokens in it, and with a row's tools left out."""
+    row, checksums = {"messages": chat("hi", "yo")}, []
+    others = [{"messages": chat("he", "yo")}, row | {"tools": [{"a": 1}]}, row | {"tools": '[{"a": 1}]'}]
+    for date, first in (("1", row), ("2", row), *(("2", other) for other in others)):
         tokenizer.chat_template = date + TEMPLATE
-        checksums.append(load(tokenizer, tmp_path, first).checksum)
-    assert checksums[0] == checksums[1] != checksums[2]
+        checksums.append(load(tokenizer, tmp_path, [first]).checksum)
+    assert checksums[0] == checksums[1]
+    assert checksums[3] == checksums[4]
+    assert len(set(checksums)) == 3
 
 
 def test_a_turn_end_at_which_nothing_stops_is_reported(

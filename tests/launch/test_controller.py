@@ -194,7 +194,7 @@ def evaluated(start: Start, dies: str, **settings: Any) -> OnlineRun:
         return dict(STATS)
 
     def evaluate(prompts: list[Any]) -> list[None]:
-        if dies == "evaluation" and next(tried) > 2:
+        if "evaluation" in dies and next(tried) in {"evaluation": [4], "each evaluation": [4, 5]}[dies]:
             lose(ENGINE)
             raise died()
         return [None] * len(prompts)
@@ -208,17 +208,19 @@ def evaluated(start: Start, dies: str, **settings: Any) -> OnlineRun:
     return run
 
 
-def test_the_last_evaluation_waits_for_an_engine_that_restarts(start: Start) -> None:
-    """Seen failing with a run that is done without it."""
-    assert evaluated(start, "step", steps=2).run()["eval"].keys() == {"0", "2"}
+@pytest.mark.parametrize("dies", ["step", "evaluation"])
+def test_the_last_evaluation_waits_for_an_engine_that_restarts(start: Start, dies: str) -> None:
+    """Seen failing with a run that is done without it, and with one that is interrupted."""
+    assert evaluated(start, dies, steps=2).run()["eval"].keys() == {"0", "2"}
 
 
 def test_a_run_whose_last_evaluation_is_lost_is_not_done(start: Start) -> None:
     """A resume makes it. Seen failing with a run that counts as finished."""
-    run = evaluated(start, "evaluation", steps=2)
+    run = evaluated(start, "each evaluation", steps=2)
     with pytest.raises(Interrupted):
         run.run()
-    assert read_summary(run.folder.path)["status"] == "interrupted"
+    summary = read_summary(run.folder.path)
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "the loss of the last evaluation")
 
 
 def test_a_restart_makes_the_evaluation_that_ended_after_the_save(start: Start) -> None:

@@ -219,5 +219,7 @@ def test_a_full_disk_keeps_the_checkpoints_and_names_the_space_that_is_needed(
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: Path("/dev/full").write_text("x"))
     with pytest.raises(CheckpointError, match=f"disk full: 1 MB needed in {tmp_path}"):
         write_checkpoint(tmp_path, 2, fill, keep=1)
+    with pytest.raises(CheckpointError, match="disk full: 1 MB needed"):
+        write_checkpoint(tmp_path / "of a run's first", 1, fill, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert not damage(tmp_path / "step-000001")

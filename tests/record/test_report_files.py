@@ -1,6 +1,7 @@
 """What the report reads: gaps, half-written files and runs that are still going; shares and settings as they are."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     """From pairs, 0.5 +- 0.566, so that four rows show nothing; and with what went wrong, by count.
 
     Seen failing with "yes" for every rise, for that of a single row too, with a lost worker that nobody mentions, and
-    with "? held-out rows" of an offline run.
+    with "? held-out rows" of an offline run, and with an infinite parity that is left out.
     """
     path = make_run(tmp_path / "run")
 
@@ -193,6 +194,10 @@ def test_the_first_screen_answers_five_questions(tmp_path: Path) -> None:
     rows = [row | {"rewards": {"a": float(row["step"] > 0)}} if row["kind"] == "eval" else row for row in rows]
     write_rows(path / "events.jsonl", rows)
     assert cards(path)["Did it learn?"][0] == "not measured", "one row may have changed by chance"
+    metrics = path / "metrics.jsonl"
+    infinite = {"parity_mean_abs_logprob_diff": sys.float_info.max}  # as a recorder writes it
+    write_rows(metrics, [json.loads(line) | infinite for line in metrics.read_text().splitlines()])
+    assert cards(path)["Is it healthy?"][1][2] == "engine and trainer differ by 2e+308 nats a token"
     path = make_offline_run(tmp_path / "dpo")
     offline = cards(path)
     assert offline["Did it learn?"][0] == "not measured"

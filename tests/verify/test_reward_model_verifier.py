@@ -128,15 +128,24 @@ def single(prompt: str, completion: str, *, model: str) -> float:
     return score
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_completion_is_scored_as_it_was_trained(folder: str, tmp_path: Path, chat: bool) -> None:
-    """The tokenizer writes 8 before and <eos> after a text; turns end with 9, where generation stops as well.
+@pytest.mark.parametrize(
+    ("chat", "ends", "expected"),
+    [
+        (False, [1, 11], ["812", "3<eos>", "44<eos>"]),
+        (True, [1, 11], ["812", "39", "449"]),
+        (True, [1], ["812", "39<eos>", "449<eos>"]),
+    ],
+)
+def test_a_completion_is_scored_as_it_was_trained(
+    folder: str, tmp_path: Path, chat: bool, ends: list[int], expected: list[str]
+) -> None:
+    """The tokenizer writes 8 before and <eos> after a text; turns end with 9, where generation may stop as well.
 
     Seen failing with chats begun with 8 and ended with <eos>, and trained to "39<eos>"; with plain prompts trained as
-    "8812<eos>".
+    "8812<eos>"; and, of a turn end that is no stop token, with <eos> alone.
     """
     folder = shutil.copytree(folder, str(tmp_path / "model"))
-    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 11]}')
+    (tmp_path / "model" / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
     (tmp_path / "rows.jsonl").write_text('{"prompt": "812", "chosen": "3", "rejected": "44"}\n' * 4)
     tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="8")
     frame = TemplateProcessing(single="8 $A <eos>", special_tokens=[("8", 10), ("<eos>", 1)])
@@ -148,7 +157,7 @@ def test_a_completion_is_scored_as_it_was_trained(folder: str, tmp_path: Path, c
     config = offline_config(tmp_path, "reward_model", data={"chat": chat, "eval_fraction": 0})
     example = load_offline(config, tokenizer).train[0]
     trained = [tokenizer.decode(ids) for ids in (example.prompt, *example.completions)]
-    assert trained == (["812", "39", "449"] if chat else ["812", "3<eos>", "44<eos>"])
+    assert trained == expected
     row: dict[str, Any] = {CHAT: [{}]} if chat else {}
     (score,) = reward_model(model=folder)(["812"], ["3"], [""], [row])
     assert score == pytest.approx(logit(folder, "", end=[*example.prompt, *example.completions[0]]), abs=1e-5)

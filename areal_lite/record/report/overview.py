@@ -105,9 +105,12 @@ def _health(run: RunFiles) -> Answer:
     ends = {key: (_values(run.metrics[:_LAST], key), _values(last, key)) for key in texts}
     lines = [texts[key].format(fmean(first), fmean(found)) for key, (first, found) in ends.items() if first and found]
     eta = table(run.config.get("queue")).get("max_staleness", "?")
-    texts = {"age_max": f"oldest token trained: age {{:.0f}}, of {eta} allowed"}
-    texts |= {"parity_mean_abs_logprob_diff": "engine and trainer differ by {:.1g} nats a token"}
-    lines += [text.format(max(found)) for key, text in texts.items() if (found := _values(run.metrics, key))]
+    if ages := _values(run.metrics, "age_max"):
+        lines.append(f"oldest token trained: age {max(ages):.0f}, of {eta} allowed")
+    parity = [row.get("parity_mean_abs_logprob_diff") for row in run.metrics]
+    if known := [value for value in parity if isinstance(value, float)]:
+        is_finite = number(max(known)) is not None
+        (lines if is_finite else problems).append(f"engine and trainer differ by {max(known):.1g} nats a token")
     is_well = not problems and status in ("done", "interrupted", "active, or killed")
     words, tone = ("yes", "high") if is_well else ("look at this", "low")
     done = f": {run.last.get('step', 0)} of {planned} steps" if planned else ""

@@ -22,7 +22,7 @@ _CALL_SIZE = 64
 @prepared_by(lambda self: self._loaded)
 @batched(_CALL_SIZE)
 class reward_model(Arguments):
-    """Score completions as the reward model was trained to: prompt, completion, end of sequence or, in a chat, of turn.
+    """Score completions as the reward model was trained to: prompt, completion, end of sequence (in a chat: of turn).
 
     Only differences between completions of one prompt mean something. Prompts are as the policy saw them, chat template
     included.
@@ -59,12 +59,13 @@ class reward_model(Arguments):
         return AutoTokenizer.from_pretrained(folder), scorer.to(self.device).eval()
 
     @functools.cached_property
-    def _turn_end(self) -> int:
-        """The token that ends an answer of a chat."""
+    def _turn_end(self) -> list[int]:
+        """The tokens after an answer of a chat, up to where generation stops."""
         tokenizer, _ = self._loaded
         if tokenizer.chat_template is None:
-            return int(tokenizer.eos_token_id)
-        return split_turn("1", "2", tokenizer, chat=True, ends=end_tokens(tokenizer, tokenizer.name_or_path))[1][-1]
+            return [tokenizer.eos_token_id]
+        _, ids = split_turn("1", "2", tokenizer, chat=True, ends=end_tokens(tokenizer, tokenizer.name_or_path))
+        return ids[len(encode_text("2", tokenizer)) :]
 
     def __call__(self, prompts: Texts, completions: Texts, answers: Texts, rows: Rows, /) -> list[float]:
         """Return a score each; a `ValueError` where a text is longer than the model can read."""
@@ -83,12 +84,14 @@ class reward_model(Arguments):
         return scores
 
 
-def _token_ids(prompt: str, completion: str, tokenizer: Any, *, turn_end: int | None, limit: int | None) -> list[int]:
+def _token_ids(
+    prompt: str, completion: str, tokenizer: Any, *, turn_end: list[int] | None, limit: int | None
+) -> list[int]:
     """Return what training makes of a pair; `turn_end` is of a chat, whose template wrote the start too."""
     ids = encode_text(prompt, tokenizer, add_special_tokens=turn_end is None) + encode_text(completion, tokenizer)
     if limit is not None and len(ids) > limit:
         raise ValueError(f"the reward model reads at most {limit} tokens, got {len(ids)}: lower rollout.max_new_tokens")
-    return [*ids, tokenizer.eos_token_id if turn_end is None else turn_end][:limit]
+    return [*ids, *([tokenizer.eos_token_id] if turn_end is None else turn_end)][:limit]
 
 
 def _forward(scorer: Any, texts: Sequence[Sequence[int]]) -> list[float]:

@@ -112,7 +112,7 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
 
 @pytest.mark.parametrize(
     ("output", "code", "error"),
-    [(">/dev/full", 1, "No space left on device: the output. Fix: free some\n"), (">&-", 0, "")],
+    [(">/dev/full", 1, "No space left on device: an output. Fix: free some space\n"), (">&-", 0, "")],
 )
 def test_output_that_cannot_be_written(output: str, code: int, error: str) -> None:
     """Seen failing with tracebacks, of a full disk and of an output that the shell has closed."""
