@@ -1,5 +1,6 @@
 """Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -202,14 +203,15 @@ def render_chat(
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
     )
-    names = _called(messages)
     try:
         text = str(render([dict(message) for message in messages]))
-        if not all(name in text for name in names):
-            # DeepSeek's templates write tool calls only beside a content of null, which others write as "None".
-            nulls = [{**one, "content": one["content"] or None} if one.get("tool_calls") else one for one in messages]
-            other = str(render(nulls))
-            text = other if all(name in other for name in names) else text
     except Exception as error:  # templates raise their own kinds
         raise ValueError(f"the chat template refuses a chat of {len(messages)} messages ({error})") from error
+    names = _called(messages)
+    if not all(name in text for name in names):
+        # DeepSeek's templates write tool calls only beside a content of null, which others write as "None", or refuse.
+        with contextlib.suppress(Exception):
+            nulls = [{**one, "content": one["content"] or None} if one.get("tool_calls") else one for one in messages]
+            other = str(render(nulls))
+            return other if all(name in other for name in names) else text
     return text

@@ -185,7 +185,10 @@ def test_a_template_is_for_texts_alone(tmp_path):
 
 
 def test_the_messages_of_a_chat_hold_text_and_no_empty_keys(tmp_path):
-    """As tables and OpenAI's clients write them. Seen failing with all of them in the chat as they are."""
+    """As tables and OpenAI's clients write them, and for templates that write calls beside a null content alone.
+
+    Seen failing with all of them in the chat as they are, and with calls that DeepSeek's template left out.
+    """
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
     contents = (None, 3, [{"type": "image_url"}], [{"type": "text", "text": None}])
@@ -195,13 +198,13 @@ def test_the_messages_of_a_chat_hold_text_and_no_empty_keys(tmp_path):
     (task,) = load(path)
     assert task.messages[0] == {"role": "user", "content": "a\nb"}
     assert [message["content"] for message in task.messages[1:]] == ["", "c"]
-    for condition in ("true", "m.content is none"):
+    for condition, called in (("true", "f"), ("m.content is none", "f"), ("m.content.f", "")):
         tokenizer = build_char_tokenizer(LETTERS)
         tokenizer.chat_template = (
             "{% for m in messages %}{% if m.tool_calls and IT %}{{ m.tool_calls[0].function.name }}{% else %}"
             "{{ m.content }}{% endif %}{% endfor %}"
         ).replace("IT", condition)
-        assert render_chat(task.messages, tokenizer) == "a\nbfc"
+        assert render_chat(task.messages, tokenizer) == f"a\nb{called}c"
 
 
 def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
