@@ -33,11 +33,6 @@ class Collector:
         self._gauges: dict[str, dict[str, Any]] = {}
         self._collected_at = 0.0
         self._printed: set[str] = set()
-        self._tokens_before = 0.0
-
-    def restart(self, recorder: OnlineRecorder) -> None:
-        """Feed another recorder, with tokens that are generated from now on."""
-        self._recorder, self._tokens_before = recorder, self._total("tokens")
 
     def collect(self, *, force: bool = False) -> None:
         """Collect from all workers, at most twice a second unless forced."""
@@ -87,8 +82,8 @@ class Collector:
         return float(sum(gauges.get(gauge, 0) for gauges in self._gauges.values()))
 
     def tokens(self) -> float:
-        """Tokens generated since the start or restart, lost workers included."""
-        return self._total("tokens") - self._tokens_before
+        """Tokens generated since the start or restart, at which engines count anew, lost workers included."""
+        return self._total("tokens")
 
     def work(self) -> tuple[float, float]:
         """Tokens generated and verifier calls so far: grows while workers work."""

@@ -44,7 +44,6 @@ class OnlineController(Controller):
 
     _config: Config
     _cluster: Cluster
-    _collector: Collector
     _recorder_kind = OnlineRecorder
 
     def __init__(self, *, prompts: Mapping[str, list[Prompt]], eval_prompts: list[Prompt], **run: Any) -> None:
@@ -70,7 +69,6 @@ class OnlineController(Controller):
         state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
         if hasattr(self, "_cluster"):
             self._cluster.replace_core(state)
-            self._collector.restart(self._recorder)
         else:
             self._view.print(
                 "starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ..."
@@ -78,14 +76,14 @@ class OnlineController(Controller):
             self._cluster = Cluster(
                 self._places, model_folder=self._model_folder, queue_state=state, prompts=self._prompts
             )
-            self._collector = Collector(
-                self._cluster,
-                recorder=self._recorder,
-                view=self._view,
-                logs=str(self._folder.logs),
-                own=[self._trainer_lane, self._handover_lane, self._controller_lane],
-            )
         self._ranks = self._cluster.ranks
+        self._collector = Collector(
+            self._cluster,
+            recorder=self._recorder,
+            view=self._view,
+            logs=str(self._folder.logs),
+            own=[self._trainer_lane, self._handover_lane, self._controller_lane],
+        )
         self._cluster.engines.meanwhile = functools.partial(self._answer_stop, "a weight sync")
         of_rewards = [] if self._config.objective.reward_scale == 0 else [spread_warning]  # 0: a teacher's alone
         self._warnings = [stale_warning, *of_rewards, growth_warning, link_warning]

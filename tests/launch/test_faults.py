@@ -103,7 +103,8 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
     Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers. One is
     dismissed, and the only verifier hangs, for which the run does not go back. Then Ctrl-C, while Ray's raylet hangs.
 
-    Seen failing with a run that ends with a `StallError`, and with one that never ends, as Ray waits for the raylet.
+    Seen failing with a run that ends with a `StallError`, with one that never ends, as Ray waits for the raylet, and
+    with a negative speed after the restart.
     """
     (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
     resumed_at = len(steps(interrupted))
@@ -153,6 +154,7 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         assert all(f"{name} died" in run.output for name in lost(run))
         rows = run.folder.read("metrics.jsonl")
         assert max(row["parity_max_abs_logprob_diff"] for row in rows[resumed_at:]) < PARITY
+        assert min(row["gen_tokens_per_s"] for row in rows) >= 0, "the counts of engines that start or count anew"
         assert any("restarting" in row["workers"] for row in rows[resumed_at:])
         assert "restarting" not in rows[-1]["workers"]
         (restarted,) = [event for event in run.folder.read("events.jsonl") if event["kind"] == "restarted"]
