@@ -82,7 +82,7 @@ class Collector:
         return float(sum(gauges.get(gauge, 0) for gauges in self._gauges.values()))
 
     def tokens(self) -> float:
-        """Tokens generated since the start or restart, at which engines count anew, lost workers included."""
+        """Tokens generated since the start or restart, where engines reset their counts; lost workers included."""
         return self._total("tokens")
 
     def work(self) -> tuple[float, float]:

@@ -154,7 +154,7 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         assert all(f"{name} died" in run.output for name in lost(run))
         rows = run.folder.read("metrics.jsonl")
         assert max(row["parity_max_abs_logprob_diff"] for row in rows[resumed_at:]) < PARITY
-        assert min(row["gen_tokens_per_s"] for row in rows) >= 0, "the counts of engines that start or count anew"
+        assert min(row["gen_tokens_per_s"] for row in rows) >= 0, "engines reset their counts at each start"
         assert any("restarting" in row["workers"] for row in rows[resumed_at:])
         assert "restarting" not in rows[-1]["workers"]
         (restarted,) = [event for event in run.folder.read("events.jsonl") if event["kind"] == "restarted"]

@@ -260,7 +260,7 @@ def test_engines_and_ranks_reserve_gpus_and_the_others_none(sections: dict[str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recipes_environment_reaches_every_actor_and_comes_first(kind: str) -> None:
-    """Seen failing without it: a raylet's environment is that of whoever started it."""
+    """Seen failing without it: a raylet inherits the environment of the process that started it."""
     config = parse_config({"run": {"env": {"HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "true"}}})
     environment = actor_options(config, kind)["runtime_env"]["env_vars"]
     assert {key: environment[key] for key in config.run.env} == config.run.env

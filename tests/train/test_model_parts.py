@@ -277,6 +277,6 @@ def test_each_group_is_gathered_once_in_the_dtype_of_the_engines(tmp_path: Path)
         if not everywhere:
             layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * itemsize
             held = [one["held"] for one in found]
-            # The test's own comparisons take up to 8 KiB.
+            # The test's own comparisons allocate up to 8 KiB.
             assert held[0] <= layer + (total - LAYERS * layer) + 8 * 1024
             assert max(held[1:]) <= layer / 2

@@ -1,4 +1,4 @@
-"""The offline objectives against plain forward passes, a run that is stopped and goes on, and two ranks."""
+"""The offline objectives against plain forward passes, a run that is stopped and resumed, and two ranks."""
 
 import json
 from pathlib import Path
