@@ -373,6 +373,12 @@ def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None
 # --- check-config ---
 
 
+@pytest.mark.parametrize("name", ["gsm8k_first", "gsm8k_1node", "gsm8k_4node"])
+def test_a_recipe_with_short_answers_turns_thoughts_off(name: str) -> None:
+    """Qwen3 thinks by default. Seen failing with `{}`: most answers would be cut within a thought."""
+    assert load_config(name).model.chat_arguments == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the meaning of every setting. A recipe reads the same by name and by path.

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from agent_builders import TOOLS_TEMPLATE, trained
+from agent_builders import HERMES, TOOLS_TEMPLATE, trained, user
 
+from areal_lite.config.data import CHAT
 from areal_lite.errors import EpisodeError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.mcp import play
@@ -39,7 +40,7 @@ def call(name: str, arguments: str) -> str:
 def test_a_server_s_tools_are_offered_called_and_answered(tmp_path: Path) -> None:
     """Two calls in one turn, a tool that fails, one that is not there; each rollout has a server of its own.
 
-    Seen failing with the tools left out of the request.
+    Seen failing with the tools left out of the request, and with a chat's rendered text as the question.
     """
     file = tmp_path / "shop.py"
     file.write_text(SERVER)
@@ -47,12 +48,12 @@ def test_a_server_s_tools_are_offered_called_and_answered(tmp_path: Path) -> Non
     two = call("price", '{"fruit": "apple"}') + call("price", '{"fruit": "sand"}')
     long = Sampling(max_new_tokens=400, temperature=1.0)
     answers = [two, call("prices", "{}"), call("asked", "{}"), "It is 6."]
-    for _ in range(2):
-        sample, speaker = trained(
-            agent, answers, template=TOOLS_TEMPLATE, rollout={"tool_parser": "hermes"}, sampling=long
-        )
+    chat = [{"role": "system", "content": "Be kind."}, user("What is it?")]
+    for row, asked in (({}, "user\n1-9?"), ({CHAT: chat}, "system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is it?")):
+        sample, speaker = trained(agent, answers, sampling=long, row=row, **HERMES)
         assert (sample.branches, sample.score) == ((), None)
         first = speaker.tokenizer.decode(sample.prompt_ids)
+        assert f"<|im_end|>\n<|im_start|>{asked}<|im_end|>\n<|im_start|>assistant" in first
         assert '"name": "price", "description": "What a fruit costs."' in first
         assert '"properties": {"fruit": ' in first
         told = [message["content"] for message in sample.messages if message["role"] == "tool"]

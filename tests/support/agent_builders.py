@@ -45,10 +45,12 @@ def train(
     endpoint: Mapping[str, float] | None = None,
     engine: Speaker | None = None,
     num: int = 1,
+    row: Mapping[str, Any] | None = None,
 ) -> tuple[list[Sample | Exception], Speaker]:
     """Run an agent, `num` times at once, with what the model answers; returns samples or errors."""
     tokenizer = make_tokenizer(template or CHATML)
     tokenizer.chat_template = template
+    prompt = make_prompt(answer="12", **(row or {}))
     speaker = engine or Speaker(answers, tokenizer=tokenizer)
 
     async def scenario() -> list[Sample | Exception]:
@@ -61,7 +63,7 @@ def train(
         )
         try:
             rollouts = (
-                workflows.sample(speaker, make_prompt(answer="12"), sampling=sampling, seed_of=lambda call: 100 + call)
+                workflows.sample(speaker, prompt, sampling=sampling, seed_of=lambda call: 100 + call)
                 for _ in range(num)
             )
             return list(await asyncio.gather(*rollouts, return_exceptions=True))  # type: ignore[arg-type]
