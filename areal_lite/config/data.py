@@ -69,8 +69,8 @@ class RowsConfig(Section):
     """training rows: a file, a datasets folder, or a hub id"""
     eval_path: Annotated[str | None, Refers.FILE] = None
     """held-out rows; null = a datasets folder's own split, or none"""
-    eval_size: int = Field(256, ge=1)
-    """held-out rows used at most"""
+    eval_size: int | None = Field(None, ge=1)
+    """held-out rows used at most, evenly spaced; null = 256 of files, all of other sources"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""
     arith: ArithConfig = ArithConfig()

@@ -33,7 +33,7 @@ from areal_lite.data.encode import (
     render_chat,
     without_nulls,
 )
-from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
+from areal_lite.data.rows import EVAL_SIZE, Problems, RowReader, Rows, check_columns, make_each, used_to_evaluate
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -91,13 +91,13 @@ def load_offline(config: OfflineConfig, tokenizer: Tokenizer) -> OfflineData:
     train = _examples(config, tokenizer, "train", reader) or []
     held_out = _examples(config, tokenizer, "eval", reader)
     if held_out is None:
-        train, held_out = _hold_out(train, count=min(data.eval_size, int(data.eval_fraction * len(train))))
+        train, held_out = _hold_out(train, count=min(data.eval_size or EVAL_SIZE, int(data.eval_fraction * len(train))))
     if len(train) < config.trainer.batch_size:
         raise DataError(
             f"a step needs trainer.batch_size={config.trainer.batch_size} training rows, got {len(train)} "
             f"({len(held_out)} held out): lower trainer.batch_size, or give more rows"
         )
-    return OfflineData(train=train, held_out=held_out[: data.eval_size])
+    return OfflineData(train=train, held_out=used_to_evaluate(held_out, data))
 
 
 def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader: RowReader) -> list[Example] | None:

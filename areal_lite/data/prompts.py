@@ -14,6 +14,7 @@ from areal_lite.config.data import CHAT, SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import Messages, Tokenizer, encode_texts, render_chat
+from areal_lite.data.rows import used_to_evaluate
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, PluginError
@@ -49,10 +50,9 @@ def load_sources(config: Config, tokenizer: Tokenizer, split: Split) -> dict[str
 
 def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     where, longest = config.data.place_of(name), source.max_prompt_tokens
-    limit = source.eval_size if split == "eval" else None
     tasks = load_tasks(source, split, where=where)
-    if longest is None:  # it is known before tokenising which tasks remain
-        tasks = tasks[:limit]
+    if split == "eval" and longest is None:  # it is known before tokenising which tasks remain
+        tasks = used_to_evaluate(tasks, source, where=where)
     tasks = with_names(tasks, source=source, config=config)
     tasks = rendered(tasks, source, tokenizer, where=where)
     tokens = encode_texts(
@@ -69,7 +69,7 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         if pairs and not short:
             raise DataError(f"{option} all {len(pairs)} rows: widen it")
         _log.info("%s %d of %d rows", option, len(pairs) - len(short), len(pairs))
-        pairs = short[:limit]
+        pairs = used_to_evaluate(short, source, where=where) if split == "eval" else short
     _check_lengths(config, pairs)
     first = f"{split}/0" if not config.data.mix else f"{name}/{0 if split == 'train' else split}"
     return [

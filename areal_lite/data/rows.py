@@ -11,13 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_lite.config.data import RowsConfig, SourceConfig, Split, is_hub_id
+from areal_lite.config.data import FILE_SOURCES, RowsConfig, SourceConfig, Split, is_hub_id
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, DataError
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
 """Broken rows that are logged one by one."""
+EVAL_SIZE = 256
+"""Held-out rows of files that are used at most, where the recipe has no `data.eval_size`."""
 
 T = TypeVar("T")
 
@@ -191,3 +193,12 @@ def make_each(
                 f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. {to_do}"
             )
     return made
+
+
+def used_to_evaluate(held_out: list[T], data: RowsConfig, *, where: str = "data") -> list[T]:
+    """Return at most `eval_size` of the held-out rows, evenly spaced: a file may be sorted, by subject for example."""
+    limit = data.eval_size or (EVAL_SIZE if data.source in FILE_SOURCES else len(held_out))
+    if len(held_out) <= limit:
+        return held_out
+    _log.info("%s.eval_size: %d of %d held-out rows are used, evenly spaced", where, limit, len(held_out))
+    return [held_out[index * len(held_out) // limit] for index in range(limit)]

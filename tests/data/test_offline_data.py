@@ -199,13 +199,18 @@ def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: 
 
 
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """All rows of a prompt are on one side, for any seed. Seen failing with rows held out one by one."""
+    """All rows of a prompt are on one side, for any seed. Seen failing with rows held out one by one.
+
+    Rows of a file of their own are evenly spaced. Seen failing with the first ones.
+    """
     rows = [{"prompt": f"q{index // 3}", "completion": f"a{index}"} for index in range(60)]
     data = load(tokenizer, tmp_path, rows, eval_fraction=0.2)
     train, held_out = ({tuple(example.prompt) for example in part} for part in (data.train, data.held_out))
     assert not train & held_out
     assert len(data.held_out) == 12
     assert len(data.train) == 48
+    spaced = load(tokenizer, tmp_path, rows, eval_path=str(tmp_path / "rows.jsonl"), eval_size=2).held_out
+    assert [tokenizer.decode(example.prompt) for example in spaced] == ["q0", "q10"]
 
 
 # --- mistakes ---

@@ -196,6 +196,19 @@ def test_held_out_rows_are_counted_behind_the_filters(tmp_path: Path) -> None:
     assert texts(load_one(data, "eval")) == ["2+2=?"]
 
 
+def test_held_out_rows_are_evenly_spaced_and_what_a_source_makes_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file may be sorted. Seen failing with its first rows, and with the sources' own sizes cut to 256; silently."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": f"{n}", "answer": "1"} for n in range(300)])
+    data = source_of(path, eval_path=str(path))
+    with caplog.at_level(logging.INFO):
+        assert texts(load_one({**data, "eval_size": 4}, "eval")) == ["0", "75", "150", "225"]
+    assert "data.eval_size: 4 of 300 held-out rows are used, evenly spaced" in caplog.text
+    assert len(load_one(data, "eval")) == 256
+    assert len(load_one({"source": "arith", "arith": {"train_size": 4, "eval_size": 300}}, "eval")) == 300
+
+
 # --- verifiers and workflows of rows ---
 
 NAMED = {
