@@ -28,6 +28,7 @@ from areal_lite.data.encode import (
     Messages,
     Tokenizer,
     chat_messages,
+    check_turn_end,
     encode_text,
     end_tokens,
     render_chat,
@@ -116,8 +117,8 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
         return number, _example(row, tokenizer, config=config, ends=ends)
 
     examples = make_each(rows, make, problems=problems, name=path, data=data)
-    if split == "train":
-        _check_turn_end(examples[0][1], tokenizer)
+    if split == "train" and examples[0][1].asked is not None:
+        check_turn_end(tokenizer)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
 
 
@@ -183,19 +184,6 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"column 'tools' must hold a list of descriptions for the chat template, or its JSON, got {tools!r:.60}"
         )
     return [without_nulls(tool) for tool in tools]
-
-
-def _check_turn_end(example: Example, tokenizer: Tokenizer) -> None:
-    """Warn if the chat template ends an answer with a special token at which generation does not stop."""
-    answer = tokenizer.decode(example.completions[0][:-1]).rstrip()
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    turn_end = next((token for token in special if answer.endswith(token)), None)
-    if example.asked is not None and turn_end is not None:
-        _log.warning(
-            "the chat template ends answers with %r, where generation does not stop, so that verifiers would see it. "
-            "Fix: set eos_token to it in the model's tokenizer_config.json",
-            turn_end,
-        )
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:

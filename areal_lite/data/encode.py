@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +13,8 @@ from areal_lite.record.run_files import read_json, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Messages = Sequence[Mapping[str, Any]]
@@ -71,6 +74,23 @@ def end_tokens(tokenizer: Tokenizer, folder: str | Path) -> set[int | None]:
     """
     ends = read_json(Path(folder) / "generation_config.json").get("eos_token_id") if folder else None
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+
+def check_turn_end(tokenizer: Tokenizer) -> None:
+    """Warn if the chat template ends an answer with a special token at which generation does not stop."""
+    added, answer = tokenizer.added_tokens_decoder, "An answer"
+    chat = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": answer}]
+    try:
+        after = render_chat(chat, tokenizer, add_generation_prompt=False).partition(answer)[2]
+        end = next((token for token in encode_text(after, tokenizer) if token in added and added[token].special), None)
+    except ValueError:  # the template takes other chats
+        return
+    if end is not None and end not in end_tokens(tokenizer, tokenizer.name_or_path):
+        _log.warning(
+            "the chat template ends answers with %r, where generation does not stop, so that verifiers see it and what "
+            "follows. Fix: set eos_token to it in the model's tokenizer_config.json",
+            tokenizer.decode([end]),
+        )
 
 
 def _no_tokenizer(folder: str | Path, found: str) -> ConfigError:

@@ -13,7 +13,7 @@ from areal_lite.config.checks import row_name_problems
 from areal_lite.config.data import CHAT, SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
-from areal_lite.data.encode import Messages, Tokenizer, encode_texts, render_chat
+from areal_lite.data.encode import Messages, Tokenizer, check_turn_end, encode_texts, render_chat
 from areal_lite.data.rows import used_to_evaluate
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task
@@ -55,12 +55,15 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         tasks = used_to_evaluate(tasks, source, where=where)
     tasks = with_names(tasks, source=source, config=config)
     tasks = rendered(tasks, source, tokenizer, where=where)
+    is_chat = any(CHAT in task.row for task in tasks)
+    if is_chat and split == "train":
+        check_turn_end(tokenizer)
     tokens = encode_texts(
         [task.prompt for task in tasks],
         origins=[task.origin for task in tasks],
         tokenizer=tokenizer,
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
-        add_special_tokens=not any(CHAT in task.row for task in tasks),
+        add_special_tokens=not is_chat,
     )
     pairs = list(zip(tasks, tokens, strict=True))
     if longest is not None:

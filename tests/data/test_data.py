@@ -150,6 +150,16 @@ def test_chat_template_is_applied_and_adds_special_tokens_once():
     assert load_source(jsonl_config(), tokenizer, "train")[1].token_ids[0] == tokenizer.eos_token_id
 
 
+def test_a_turn_end_at_which_nothing_stops_is_reported(caplog):
+    """As of base models. Seen failing without a warning: the model would write the user's next turn as well."""
+    tokenizer = build_char_tokenizer(LETTERS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    for end, count in (("<eos>", 0), ("<end>", 1)):
+        tokenizer.chat_template = "{% for m in messages %}<end>{{ m.role }} {{ m.content }}" + end + "{% endfor %}"
+        load_source(jsonl_config(data={"chat": True}), tokenizer, "train")
+        assert caplog.text.count("ends answers with '<end>'") == count
+
+
 def test_a_plain_prompt_begins_once():
     """Its template writes the first token, which the tokenizer adds as well. Seen failing with both: [1, 1, ...].
 
