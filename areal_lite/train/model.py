@@ -94,6 +94,10 @@ def _load(
     for name, value in vars(architecture).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(architecture, name, 0.0)
+    rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and config.model.max_context > rope["original_max_position_embeddings"]:
+        # Long factors for every row, as in vLLM; transformers chooses by the longest row of a pass.
+        rope["short_factor"] = rope["long_factor"]
     attention = attention_of(architecture, config.trainer)
     device = torch.device(config.run.device)
     num_parts = config.trainer.ranks // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)

@@ -28,7 +28,7 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train import model as model_module
 from areal_lite.train.checkpoint import export_model
 from areal_lite.train.gathers import whole_parameters
-from areal_lite.train.micro_batch import TokenRows, split_micro_batches
+from areal_lite.train.micro_batch import TokenRows, micro_batch, split_micro_batches
 from areal_lite.train.model import completion_logprobs, load_model, load_reward_model, load_value_model
 from areal_lite.train.score import fill_in
 
@@ -185,6 +185,19 @@ def test_a_kernel_that_does_not_cap_attention_logits_is_refused_where_the_model_
         load_model(folder, make_config(trainer={"attention": "sdpa"}))
     for attention in ("auto", "eager"):
         load_model(folder, make_config(trainer={"attention": attention}))
+
+
+def test_longrope_does_not_depend_on_what_shares_a_pass(tmp_path: Path) -> None:
+    """Long factors for all rows if the context is long, as in vLLM. Seen failing with short ones for the row alone."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    folder = save_family("Phi-3", str(tmp_path), original_max_position_embeddings=48, rope_parameters=rope)
+    rows, results = TokenRows([([2, 3], list(range(4, 20))), ([2], list(range(3, 60)))]), []
+    for max_context, shared in ((128, [0]), (128, [0, 1]), (48, [0])):
+        model = load_model(folder, make_config(model={"max_context": max_context}))
+        batch = micro_batch(rows, shared, device=torch.device("cpu"))
+        results.append(completion_logprobs(model, batch)[:16].detach())
+    torch.testing.assert_close(*results[:2])
+    assert (results[0] - results[2]).abs().max() > 0.01
 
 
 # --- parameters gathered ---
