@@ -19,9 +19,13 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
-_PATIENCE = 4
-"""Times `candidates`: how often a prompt is passed over before it counts as unseen. The policy has changed by then, and
-prompts that are always solved, or never, cost at most a share of 1 / `_PATIENCE` of what a plain shuffle gives them."""
+_CANDIDATES = 8
+"""Prompts that a curriculum compares for each pick."""
+_MEMORY = 0.5
+"""Weight of the past in a prompt's observed pass rate."""
+_PATIENCE = 4 * _CANDIDATES
+"""How often a prompt is passed over before it counts as unseen. The policy has changed by then, and prompts that are
+always solved, or never, cost at most a quarter of what a plain shuffle gives them."""
 
 
 class PromptCursor:
@@ -29,20 +33,11 @@ class PromptCursor:
 
     A curriculum picks, for a share `strength` of the prompts, the best of the next few of the shuffle. The others of
     these are passed over until the next epoch: it gives a prompt at most once, but not every prompt. None starves:
-    having been passed over `_PATIENCE * candidates` times it counts as unseen, and among equals the one passed over
+    having been passed over `_PATIENCE` times it counts as unseen, and among equals the one passed over
     most goes first.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        source: str,
-        seed: int,
-        strength: float = 0.0,
-        candidates: int = 8,
-        memory: float = 0.5,
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, source: str, seed: int, strength: float = 0.0) -> None:
         """Start before the first prompt of epoch 0, without observations.
 
         Args:
@@ -50,8 +45,6 @@ class PromptCursor:
             source: First part of every prompt id, `source/epoch/index`; without a slash.
             seed: Of the shuffles, and of the draws between curriculum and plain shuffle.
             strength: Share of the prompts that the curriculum picks, 0..1; 0 = the plain shuffle.
-            candidates: Prompts compared for each pick.
-            memory: Weight of the past in a prompt's observed pass rate, 0..1.
         """
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
@@ -60,7 +53,7 @@ class PromptCursor:
         # Not the text of a chat, into which its template may write the date.
         texts = ("" if CHAT in prompt.row else prompt.text for prompt in prompts)
         contents = (f"{text}\0{prompt.answer}\0{row}" for text, prompt, row in zip(texts, prompts, rows, strict=True))
-        self._strength, self._candidates, self._memory = strength, candidates, memory
+        self._strength = strength
         self._identity = {
             "source": source,
             "seed": seed,
@@ -81,7 +74,7 @@ class PromptCursor:
         # A text seed for each draw needs no generator's state to be saved.
         draw = random.Random(f"{self._seed}/curriculum/{self._num_given}").random()
         self._num_given += 1
-        num_candidates = self._candidates if draw < self._strength else 1
+        num_candidates = _CANDIDATES if draw < self._strength else 1
         candidates = [self._step() for _ in range(num_candidates)]
         chosen = min(candidates, key=lambda candidate: self._rank(candidate[1]))
         for _, index in candidates:
@@ -97,9 +90,9 @@ class PromptCursor:
     def observe(self, prompt_id: str, pass_rate: float) -> None:
         """Take the result of one group, 0..1, of a prompt given out before; the plain shuffle depends on none."""
         if self._strength > 0:
-            index, memory = int(prompt_id.rpartition("/")[2]), self._memory
+            index = int(prompt_id.rpartition("/")[2])
             before = self._rates.get(index, pass_rate)
-            self._rates[index] = memory * before + (1 - memory) * pass_rate
+            self._rates[index] = _MEMORY * before + (1 - _MEMORY) * pass_rate
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, as plain numbers, texts and lists."""
@@ -136,7 +129,7 @@ class PromptCursor:
     def _rank(self, index: int) -> tuple[float, int]:
         """Return what the best candidate has least of; of equals the first in the shuffle is chosen."""
         passed_over = self._passed_over.get(index, 0)
-        is_unseen = index not in self._rates or passed_over >= _PATIENCE * self._candidates
+        is_unseen = index not in self._rates or passed_over >= _PATIENCE
         return (0.0 if is_unseen else abs(self._rates[index] - 0.5), -passed_over)
 
     def _shuffled(self) -> list[int]:
