@@ -29,7 +29,7 @@ async def play(
     parameters = StdioServerParameters(command=command, args=rest, env=env and dict(env))
     async with Client(server if "://" in command else stdio_client(parameters)) as client:
         tools = await _tools(client)
-        messages: list[Any] = task.get(CHAT) or [{"role": "user", "content": task["prompt"]}]
+        messages: list[Any] = [*(task.get(CHAT) or [{"role": "user", "content": task["prompt"]}])]
         for _ in range(max_turns):
             response = await llm.client.chat.completions.create(model=llm.model, messages=messages, tools=tools)
             message = response.choices[0].message.model_dump(exclude_none=True)
