@@ -82,10 +82,18 @@ def test_too_few_possible_problems_is_an_error(split):
         ("no digits", None),
         ("٣", None),
         ("#" + "9" * 5000, "9" * 5000),
+        ("#### 45 (40+5)\n\nQuestion: 3 cows", "45"),
+        ("#### 40 + 5 = 45", "45"),
+        ("<think>so 45", None),
+        (r"\boxed{\$1{,}200}", "1200"),
+        (r"\boxed{12\text{ m}^{2}}", "12"),
     ],
 )
 def test_final_number(text, number):
-    """Seen failing with the minus sign U+2212 and the en dash not read as signs."""
+    """Seen failing with the minus sign U+2212 and the en dash not read as signs.
+
+    The last five were seen failing with what follows the answer, thoughts and LaTeX's powers read.
+    """
     assert final_number(text) == (None if number is None else Decimal(number))
 
 

@@ -55,7 +55,16 @@ def test_in_some_families_people_are_never_contradicted() -> None:
         (r"\boxed{1}, \boxed{1}", "1", "boxed"),
         (r"\boxed{\{1\}} #### 7", r"\{1\}", "boxed"),
         (r"\boxed{1} and \boxed{2", "1", "boxed"),
-        ("#### 7\nso the answer is 8", "7\nso the answer is 8", "####"),
+        ("#### 7\nso the answer is 8", "7", "####"),
+        ("#### 5\n#### 7 eggs in 2 days\n\nQuestion: 3 cows", "7 eggs", "####"),
+        ("#### **7** (3+4).", "7", "####"),
+        ("#### 4, because 4+3=7", "4", "####"),
+        ("#### 2 (x+1)", "2 (x+1)", "####"),
+        ("#### 3 hours 20 minutes\nBye", "3 hours 20 minutes", "####"),
+        ("#### 1. Add\n3+4=7", "1. Add\n3+4=7", "####"),
+        ("The answer is 7. So the answer is correct.\nIf the answer is in m, fine.", "7", "answer is"),
+        ("The answer is 7. The answer is wrong.", "wrong", "answer is"),
+        ("The answer is correct.", "correct", "answer is"),
         ("The answer is 7. The answer is 8.5.\nBye", "8.5", "answer is"),
         ("**Final Answer:** 12", "12", "answer is"),
         ("Answer = 12", "12", "answer is"),
@@ -74,7 +83,8 @@ def test_the_final_answer_is_found_by_its_mark(text: str, answer: str, mark: str
     """Seen failing with the first box taken, with a box that never closes taken to the end, and without lists.
 
     The last five were seen failing with tags not read, with the whole text taken where no box closes, and with the
-    decoration left in boxes.
+    decoration left in boxes. Seen failing with all that follows `####` taken, and with "the answer is correct" the
+    answer.
     """
     assert final_answer(text) == (answer, mark)
 

@@ -104,8 +104,8 @@ class numeric(AnswerArguments):
     """distance allowed, as a share of the reference's size"""
     absolute: float = Field(0.0, ge=0)
     """distance allowed, in the reference's unit; the larger of the two counts"""
-    percent: Literal["share", "unit"] = "share"
-    """share = 75% is 0.75; unit = 75% is 75"""
+    percent: Literal["either", "share", "unit"] = "either"
+    """share = 75% is 0.75; unit = 75% is 75; either = 75% is both, where one side alone has the sign"""
 
     @any_reference
     def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
@@ -117,8 +117,10 @@ class numeric(AnswerArguments):
         return float(len(expected) == len(given) and all(map(self._are_close, expected, given)))
 
     def _are_close(self, expected: Number, given: Number) -> bool:
-        of_hundred = 100 if self.percent == "share" else 1
-        target, value = (item.value / of_hundred if item.is_percent else item.value for item in (expected, given))
-        # As it is written: the float 0.3 is a little less than three tenths.
-        allowed = max(Fraction(str(self.relative)) * abs(target), Fraction(str(self.absolute)))
-        return abs(value - target) <= allowed
+        for divisor in {"either": (100, 1), "share": (100,), "unit": (1,)}[self.percent]:
+            target, value = (item.value / divisor if item.is_percent else item.value for item in (expected, given))
+            # As it is written: the float 0.3 is a little less than three tenths.
+            allowed = max(Fraction(str(self.relative)) * abs(target), Fraction(str(self.absolute)))
+            if abs(value - target) <= allowed:
+                return True
+        return False

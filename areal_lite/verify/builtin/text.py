@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from areal_lite.config.section import Arguments
-from areal_lite.verify.builtin.final_answer import AnswerArguments, answer_text, plain_text
+from areal_lite.verify.builtin.final_answer import AnswerArguments, answer_text, hashes_answer, plain_text
 from areal_lite.verify.result import any_reference
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
+_POWER = re.compile(r"\^\{?-?\d+")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -38,13 +39,15 @@ class last_number(Arguments):
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the last number after the last `#`, or of the whole text where there is no `#`.
+    """Return the last number of the text that can hold the answer, or of what its last `#` or `####` marks.
 
     Example:
         >>> final_number("7+25=32;32+13=45#45"), final_number("so 1,234 in all."), final_number("45#")
         (Decimal('45'), Decimal('1234'), None)
     """
-    numbers = _NUMBER.findall(plain_text(text).rpartition("#")[2])
+    text = plain_text(answer_text(text))
+    marked = hashes_answer(text) if "####" in text else text
+    numbers = _NUMBER.findall(_POWER.sub("", marked.rpartition("#")[2].replace("{,}", ",")))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
