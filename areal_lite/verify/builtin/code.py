@@ -23,10 +23,10 @@ _MODULES = (
     "sys, string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, "
     "operator, io, json, typing"
 )
-CALL_IMPORTS = "\n".join(
+IMPORTS = "\n".join(
     [*(f"from {name} import *" for name in _MODULES.split(", ")), f"import {_MODULES}", "from builtins import *"]
 )
-"""What LiveCodeBench's grader puts before programs whose functions are called: their starter code names `List`."""
+"""What LiveCodeBench's grader puts before programs: starter code names `List`."""
 
 
 class Verdict(NamedTuple):
@@ -118,8 +118,9 @@ class code(Limits):
         for call in calls:
             cases.append((True, call.source(is_method="class Solution" in program, tolerance=self.tolerance)))
             entry_point = entry_point or call.function
-        # A future statement must come first.
-        imports = CALL_IMPORTS if calls and "from __future__" not in program else ""
+        # A future statement must come first. Imports that nothing needs would cost time in each case.
+        are_needed = tests is not None and names_of(program).free and "from __future__" not in program
+        imports = IMPORTS if are_needed else ""
         program = "\n".join(filter(None, (self.prelude, imports, program)))
         verdicts: list[Verdict] = []
         with sweeping():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 _KINDS = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """What LiveCodeBench's `testtype` and others' `type` can be, and whether it is a call."""
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_NUMBERS = re.compile(rf"{_NUMBER.pattern}(?:\s+{_NUMBER.pattern})*")
 
 
 class CallTest(NamedTuple):
@@ -51,10 +52,10 @@ def read_tests(
     for test in _rows_of(tests):
         if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
             raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {test!r:.200}')
-        about = _mapping(test.get("metadata", metadata))
+        about = _mapping(test.get("metadata") or metadata)
         function = test.get("fn_name") or about.get("func_name") or about.get("fn_name")
         known = test["type"] if test.get("type") in _KINDS else None
-        is_call = _KINDS.get(test.get("testtype", known or ("functional" if function else "stdin")))
+        is_call = _KINDS.get(test.get("testtype") or known or ("functional" if function else "stdin"))
         if is_call is None or (is_call and not (function := function or entry_point)):
             raise ValueError(
                 f"a test must have a testtype: {', '.join(_KINDS)}, and a call a function (fn_name, entry_point or the "
@@ -108,16 +109,19 @@ def listed(value: Any, name: str) -> list[Any]:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare what a program wrote line by line; white space at the ends of lines and of the whole does not count.
+    """Compare what a program wrote line by line.
+
+    White space at both ends of lines and of the whole does not count, nor how much stands between numbers of a line
+    that has nothing else.
 
     Numbers of which one is written with a point or exponent are equal if they differ by at most `tolerance`, or by that
     share of the expected one if this is larger than 1; to a whole number expected, the other must be equal.
     """
-    lines, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (given, expected))
+    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (given, expected))
     if len(lines) != len(wanted):
         return False
     for pair in zip(lines, wanted, strict=True):
-        first, second = (re.split(r"(\s+)", line) for line in pair)
+        first, second = (line.split() if _NUMBERS.fullmatch(line) else re.split(r"(\s+)", line) for line in pair)
         if len(first) != len(second):
             return False
         if not all(one == two or _close(one, two, tolerance) for one, two in zip(first, second, strict=True)):

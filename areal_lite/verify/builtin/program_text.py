@@ -8,9 +8,12 @@ import textwrap
 from collections.abc import Set
 from typing import NamedTuple
 
+from areal_lite.verify.builtin.final_answer import answer_text
+
 _BLOCK = re.compile(
-    r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<label>[\w+-]*)[^\n`]*\n"
-    r"(?P<text>.*?)(?:^[ \t]*(?P=fence)|\Z)",
+    r"(?:^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?|(?=`{3,}(?i:py|python3?)\s))"
+    r"(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<label>[\w+-]*)[^\n`]*\n"
+    r"(?P<text>.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = ("py", "python", "python3")
@@ -27,7 +30,7 @@ class Names(NamedTuple):
 
 
 def find_program(completion: str, needed: Set[str] = frozenset()) -> str:
-    """Return the program that a completion gives, without its indentation.
+    """Return the program that a completion gives in its `answer_text`, without its indentation.
 
     It is the last block labelled as Python; without one, the last unlabelled block that does something, else the last
     block, else the whole text. Two things can make it another: the tests need names that only an earlier block defines,
@@ -37,6 +40,7 @@ def find_program(completion: str, needed: Set[str] = frozenset()) -> str:
     Args:
         needed: Names that the tests use; one is enough.
     """
+    completion = answer_text(completion).strip()
     blocks = [match for match in _BLOCK.finditer(completion) if match["text"].strip()]
     labels = {match: match["label"].lower() for match in blocks}
     chosen = [match for match in blocks if labels[match] in _PYTHON] or [match for match in blocks if not labels[match]]
