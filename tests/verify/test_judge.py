@@ -44,22 +44,31 @@ def test_the_score_and_the_words_come_back(server: Server) -> None:
         ("SCORE: 2.5/10", {}, 0.25),
         ("I give it [[3]] of 5", {"pattern": r"\[\[(\d)\]\]", "scale": [1, 5]}, 0.5),
         ("Score: -1", {"scale": [-1, 1]}, 0.0),
+        ("Score (0-10): 7", {}, 0.7),
+        ("<answer>4</answer> is right. My final score: 4 — to reach score 10 it must show its work.", {}, 0.4),
+        ("<think>Score: 2</think>Score: 9\nA score of 10 would need units.", {}, 0.9),
     ],
 )
 def test_the_last_score_counts_on_the_recipes_scale(
     server: Server, reply: str, options: dict[str, Any], reward: float
 ) -> None:
-    """Seen failing with the first score taken."""
+    """Seen failing with the first score taken, and with the word read anywhere."""
     server.reply = reply
     assert ask(server, **options).reward == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
-    [("I cannot judge.", "must hold a score"), ("", "must hold a score"), ("Score: 11", "must be from 0 to 10")],
+    [
+        ("I cannot judge.", "must hold a score"),
+        ("", "must hold a score"),
+        ("Score: 11", "must be from 0 to 10"),
+        ("<think>Wrong at first.\nScore: 2? Let me", "must hold a score"),
+        ("Maybe score 2? Let me check", "must hold a score.*raise max_tokens"),
+    ],
 )
 def test_a_reply_without_a_score_is_an_error_not_a_0(server: Server, reply: str, message: str) -> None:
-    """Seen failing with 0.0 returned."""
+    """Seen failing with 0.0 returned, and with thoughts read."""
     server.reply = reply
     with pytest.raises(ValueError, match=message):
         ask(server)

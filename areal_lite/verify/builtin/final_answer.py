@@ -57,6 +57,11 @@ def plain_text(text: str) -> str:
     return _MARKUP.sub(" ", text).translate(_PLAIN)
 
 
+def without_thoughts(text: str) -> str:
+    """Return what follows the last thought, and what precedes thoughts whose tags are both there."""
+    return _THOUGHT_END.split(_THOUGHT.sub(" ", text))[-1]
+
+
 def answer_text(text: str) -> str:
     """Return the part of a text that can hold the answer.
 
@@ -68,7 +73,7 @@ def answer_text(text: str) -> str:
         >>> answer_text("<think>3 tries give 13</think><answer>12</answer>"), answer_text("<answer>1")
         ('12', '')
     """
-    text = _THOUGHT_END.split(_THOUGHT.sub(" ", text))[-1]
+    text = without_thoughts(text)
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1])
     return "" if "<answer>" in text.lower() else text

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierUnavailable
+from areal_lite.verify.builtin.final_answer import without_thoughts
 from areal_lite.verify.result import VerifyResult, prepared_by
 
 _TEMPLATE = """Judge how well an answer solves a task.
@@ -42,8 +43,10 @@ class judge(Arguments):
     """as the server calls it"""
     template: str = _TEMPLATE
     """the request; {prompt}, {completion} and {answer} are replaced"""
-    pattern: re.Pattern[str] = re.compile(r"(?i)\bscore\W{0,5}?(-?\d+(?:\.\d+)?)")
-    """finds the score in the reply: a regular expression with one group; the last place counts"""
+    pattern: re.Pattern[str] = re.compile(
+        r"(?im)(?:^\W*score|\bscore(?=[^\w\n(]*(?:\([^)]*\)\W*?)?[:=]))(?:\W*\([^)]*\))?\W{0,5}?(-?\d+(?:\.\d+)?)"
+    )
+    """finds the score in the reply without its thoughts: a regular expression with one group; the last place counts"""
     scale: tuple[float, float] = Field((0, 10), strict=False)
     """the lowest and the highest score, which become rewards 0 and 1"""
     api_key_env: str | None = None
@@ -112,9 +115,12 @@ class judge(Arguments):
 
     def _reward(self, reply: str) -> float:
         low, high = self.scale
-        found: list[str] = self.pattern.findall(reply)
+        found: list[str] = self.pattern.findall(without_thoughts(reply))
         if not found:
-            raise ValueError(f"the judge's reply must hold a score like {self.pattern.pattern}, got {reply[-500:]!r}")
+            raise ValueError(
+                f"the judge's reply must hold a score like {self.pattern.pattern}, got {reply[-500:]!r}: state it in "
+                "template, or raise max_tokens if the reply is cut off"
+            )
         score = float(found[-1])
         if not low <= score <= high:
             raise ValueError(
