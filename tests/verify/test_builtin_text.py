@@ -103,6 +103,13 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
         (r"The answer is \(B\).", "B"),
         (r"The answer is $\text{C}$.", "C"),
         (r"\boxed{\mathrm{B}}", "B"),
+        ("The answer should be B", "B"),
+        ("The best answer would be **C**.", "C"),
+        ("The correct choice is therefore C.", "C"),
+        ("The answer is A or B, but B is better, so B.", "B"),
+        ("I choose C.\nB) is too large", "C"),
+        ("Thus, A is too small.", None),
+        ("The answer is A or B", None),
         ("A warm day.", None),
         ("the answer is a number", None),
         ("the answer is Birmingham", None),
@@ -119,14 +126,19 @@ def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | No
     """Of four choices.
 
     Seen failing with every mention of an option taken for a statement, with mentions put on a par with statements, with
-    the first one taken, and without "is correct"; the last five with thoughts and tags not read.
+    the first one taken, and without "is correct"; the last five with thoughts and tags not read. Seen failing with "is"
+    alone read, and with the first of "A or B".
     """
     scores = {choice: multiple_choice(choices=4)("p", completion, choice) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
+    assert multiple_choice(choices=10)("p", f"Answer: I think it is {letter}", "I") == 0
 
 
 def test_choices_may_be_texts() -> None:
-    """As of a column `choices`; the longest text that fits is meant."""
+    """As of a column `choices`; the longest text that fits is meant.
+
+    ARC's label 3 was seen failing, taken for the text 3.
+    """
     choices = ["warm", "very warm", "cold", "-5"]
     for completion, answer, score in [
         ("(B)", "very warm", 1.0),
@@ -138,6 +150,8 @@ def test_choices_may_be_texts() -> None:
         assert multiple_choice(choices=choices)("p", completion, answer) == score
         for column in (choices, {"text": choices, "label": ["A", "B", "C", "D"]}):
             assert multiple_choice()("p", completion, answer, choices=column) == score
+    numbered = {"text": ["3", "4", "5", "6"], "label": ["1", "2", "3", "4"]}
+    assert [multiple_choice()("p", letter, "3", choices=numbered) for letter in "AC"] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("answer", ["F", "", "2", "hot", "A warm day"])

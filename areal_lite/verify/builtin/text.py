@@ -126,10 +126,12 @@ class multiple_choice(AnswerArguments):
     def __call__(self, prompt: str, completion: str, answer: str, /, *, choices: Any = None, **row: Any) -> float:
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
-        if isinstance(choices, Mapping):  # as in ARC's rows: {"text": [...], "label": [...]}
-            choices = choices.get("text", ())
+        labels: Sequence[str] = ()
+        if isinstance(choices, Mapping):  # as in ARC's rows: {"text": [...], "label": [...]}, labels A to D or 1 to 4
+            choices, labels = choices.get("text", ()), choices.get("label") or ()
         letters, texts = _letters(choices), _texts(choices)
         reference = plain_text(answer_text(answer))
+        reference = dict(zip(labels, letters, strict=False)).get(reference.strip(), reference)
         expected = _named_choice(reference, letters, texts) or _stated_choice(reference, letters)
         if expected is None:
             raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
@@ -162,17 +164,20 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return what finds statements, and what finds mentions, of a letter."""
     either = f"{letters}{letters.lower()}"
     # "the answer is a number" states no choice: a bare small letter needs an end after it.
-    bare = rf"[{letters}](?![\w'])|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
+    # "I think" states none, nor does "A or B".
+    bare = rf"(?!I\s+\w)[{letters}](?![\w']|\s+or\s+[{letters}]\b)|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
     # "option D is wrong" states no choice, "the answer is option D" and "option: D" do.
+    be = r"\s+(?:is|(?:should|would|must)\s+be)(?:\s+(?:therefore|thus))?"
     word = (
-        r"(?i:answer(?:\s+is)?(?:\s*+:?\s*+(?:the\s+)?(?:option|choice))?|correct\s+is"
-        r"|(?:option|choice)(?:\s+is|(?=\s*[:=])))"
+        rf"(?i:answer(?:{be})?(?:\s*+:?\s*+(?:the\s+)?(?:option|choice))?|correct\s+is"
+        rf"|(?:option|choice)(?:{be}|(?=\s*[:=])))"
     )
     wrapped = rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*\(?([{either}])\)?\s*\}}"
     statement = re.compile(
         rf"\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
         rf"|\b{word}\s*+[:=]?\s*+[*_$]*+\s*+(?:\\?\(\s*([{either}])\s*\\?\)|{wrapped}|({bare}))"
-        rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b",
+        rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
+        rf"|\b(?i:thus|so|hence|therefore|choose),?\s+[*_$]*([{letters}])[*_$]*(?=[.!]?[ \t]*$)",
         re.MULTILINE,
     )
     mention = re.compile(
