@@ -108,19 +108,15 @@ class code(Limits):
         """
         if tests is None and test_code is None and asserts is None:
             raise ValueError("a row must have a column tests, test_code or asserts, got none of them")
-        examples, calls = (
-            read_tests(tests, metadata=metadata, entry_point=entry_point) if tests is not None else ([], [])
-        )
-        has_asserts = test_code is not None or asserts is not None
-        cases = split_asserts(test_code, asserts, entry_point) if has_asserts else []
+        examples, calls = ([], []) if tests is None else read_tests(tests, metadata=metadata, entry_point=entry_point)
+        cases = [] if test_code is None and asserts is None else split_asserts(test_code, asserts, entry_point)
         needed = names_of("\n".join(source for _, source in cases)).free | {call.function for call in calls}
         program = find_program(completion, needed | {entry_point or ""} | ({"Solution"} if calls else set()))
         for call in calls:
             cases.append((True, call.source(is_method="class Solution" in program, tolerance=self.tolerance)))
             entry_point = entry_point or call.function
         # A future statement must come first. Imports that nothing needs would cost time in each case.
-        are_needed = tests is not None and names_of(program).free and "from __future__" not in program
-        imports = IMPORTS if are_needed else ""
+        imports = IMPORTS if tests is not None and names_of(program).free and "from __future__" not in program else ""
         program = "\n".join(filter(None, (self.prelude, imports, program)))
         verdicts: list[Verdict] = []
         with sweeping():

@@ -16,11 +16,9 @@ _MARKUP = re.compile(r"</\w+>|<[A-Za-z][\w-]+>|<[|\uff5c][^<>]*[|\uff5c]>")
 """Other tags, and special tokens such as </s> and <|im_end|>: math-verify drops a number beside them."""
 _PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | dict.fromkeys([0x2010, 0x2011, 0x2212, 0x2013], "-")
 """ASCII for full-width characters, and for the signs that stand for a minus."""
-_NUMBERED = re.compile(r"\s*(?=[^\w\n]{0,4}\d)(?!\W*\d+[.):][ \t]*\**[A-Za-z])([^\n]*)")
-"""A line with a number in front, but no heading such as `1. Add`."""
-_REMARK = re.compile(
-    r"[,;]?\s+(?:\((?:[^A-Za-z()]*\)|[A-Za-z]{2,}\s)|(?:as|because|since|so)\b|(?:in|for|from|after|over)\s+\d)"
-)
+_NUMBERED = re.compile(r"####\s*(?=[^\w\n]{0,4}\d)(?!\W*\d+[.):][ \t]*\**[A-Za-z])([^\n]*)")
+"""Has a line with a number in front, but no heading such as `1. Add`."""
+_REMARK = re.compile(r"\s+(?:\((?:[^A-Za-z()]*\)|[A-Za-z]{2,}\s)|(?:as|because|since|so)\b|(?:in|for|from|after)\s+\d)")
 """Where a remark begins that may hold other numbers."""
 _COMMENT = re.compile(r"\W*(?:correct|right|consistent|reasonable|in)\b[^\d\\$.\n]*(?:\.|$)", re.MULTILINE)
 """Is behind "the answer is", but no answer."""
@@ -94,20 +92,16 @@ def final_answer(text: str) -> FinalAnswer:
     text = plain_text(answer_text(text))
     if (boxes := _last_boxes(text)) or _BOX.search(text):
         return FinalAnswer(", ".join(dict.fromkeys(map(_tidy, boxes))), "boxed")
-    if "####" in text:
-        return FinalAnswer(hashes_answer(text), "####")
-    if statements := [match.end() for match in _ANSWER_IS.finditer(text)]:
-        while len(statements) > 1 and _COMMENT.match(text, statements[-1]):
-            statements.pop()
-        return FinalAnswer(_first_sentence(text[statements[-1] :]), "answer is")
-    return FinalAnswer(_tidy(text), "")
+    if "####" not in text and (statements := [match.end() for match in _ANSWER_IS.finditer(text)]):
+        answers = [end for end in statements if not _COMMENT.match(text, end)] or statements
+        return FinalAnswer(_first_sentence(text[answers[-1] :]), "answer is")
+    return FinalAnswer(hashes_answer(text), "####" if "####" in text else "")
 
 
 def hashes_answer(text: str) -> str:
-    """Return what the last `####` gives: where a number follows, its line without a remark, else all that follows."""
-    rest = text.rpartition("####")[2]
-    line = _NUMBERED.match(rest)
-    return _first_sentence(_REMARK.split(line[1])[0]) if line else _tidy(rest)
+    """Return what follows the last `####`, or the text without one; of a line with a number in front, no remark."""
+    line = _NUMBERED.match(text, max(text.rfind("####"), 0))
+    return _first_sentence(_REMARK.split(line[1])[0]) if line else _tidy(text.rpartition("####")[2])
 
 
 def _last_boxes(text: str) -> list[str]:

@@ -43,9 +43,7 @@ class judge(Arguments):
     """as the server calls it"""
     template: str = _TEMPLATE
     """the request; {prompt}, {completion} and {answer} are replaced"""
-    pattern: re.Pattern[str] = re.compile(
-        r"(?im)(?:^\W*score|\bscore(?=[^\w\n(]*(?:\([^)]*\)\W*?)?[:=]))(?:\W*\([^)]*\))?\W{0,5}?(-?\d+(?:\.\d+)?)"
-    )
+    pattern: re.Pattern[str] = re.compile(r"(?im)(?:\bscore\W*(?:\([^)]*\)\W*)?[:=]|^\W*score\s)\W*?(-?\d+\.?\d*)")
     """finds the score in the reply without its thoughts: a regular expression with one group; the last place counts"""
     scale: tuple[float, float] = Field((0, 10), strict=False)
     """the lowest and the highest score, which become rewards 0 and 1"""
@@ -117,10 +115,7 @@ class judge(Arguments):
         low, high = self.scale
         found: list[str] = self.pattern.findall(without_thoughts(reply))
         if not found:
-            raise ValueError(
-                f"the judge's reply must hold a score like {self.pattern.pattern}, got {reply[-500:]!r}: state it in "
-                "template, or raise max_tokens if the reply is cut off"
-            )
+            raise ValueError(f"the reply must hold a score, got {reply[-500:]!r}: change template, or raise max_tokens")
         score = float(found[-1])
         if not low <= score <= high:
             raise ValueError(

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from typing import Any, NamedTuple
 
 _KINDS = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
@@ -117,16 +118,16 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
     Numbers of which one is written with a point or exponent are equal if they differ by at most `tolerance`, or by that
     share of the expected one if this is larger than 1; to a whole number expected, the other must be equal.
     """
-    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (given, expected))
-    if len(lines) != len(wanted):
+    lines, wanted = ([_words(line.strip()) for line in text.strip().split("\n")] for text in (given, expected))
+    if list(map(len, lines)) != list(map(len, wanted)):
         return False
-    for pair in zip(lines, wanted, strict=True):
-        first, second = (line.split() if _NUMBERS.fullmatch(line) else re.split(r"(\s+)", line) for line in pair)
-        if len(first) != len(second):
-            return False
-        if not all(one == two or _close(one, two, tolerance) for one, two in zip(first, second, strict=True)):
-            return False
-    return True
+    pairs = zip(chain.from_iterable(lines), chain.from_iterable(wanted), strict=True)
+    return all(one == two or _close(one, two, tolerance) for one, two in pairs)
+
+
+def _words(line: str) -> list[str]:
+    """Return the numbers of a line, or its words and the white space between them."""
+    return line.split() if _NUMBERS.fullmatch(line) else re.split(r"(\s+)", line)
 
 
 def _close(given: str, expected: str, tolerance: float) -> bool:

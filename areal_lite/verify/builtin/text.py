@@ -14,7 +14,6 @@ from areal_lite.verify.result import any_reference
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
-_POWER = re.compile(r"\^\{?-?\d+")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -45,9 +44,8 @@ def final_number(text: str) -> Decimal | None:
         >>> final_number("7+25=32;32+13=45#45"), final_number("so 1,234 in all."), final_number("45#")
         (Decimal('45'), Decimal('1234'), None)
     """
-    text = plain_text(answer_text(text))
-    marked = hashes_answer(text) if "####" in text else text
-    numbers = _NUMBER.findall(_POWER.sub("", marked.rpartition("#")[2].replace("{,}", ",")))
+    marked = hashes_answer(plain_text(answer_text(text))).rpartition("#")[2]
+    numbers = _NUMBER.findall(re.sub(r"\^\{?-?\d+", "", marked.replace("{,}", ",")))  # without powers, as of units
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -126,12 +124,11 @@ class multiple_choice(AnswerArguments):
     def __call__(self, prompt: str, completion: str, answer: str, /, *, choices: Any = None, **row: Any) -> float:
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
-        labels: Sequence[str] = ()
         if isinstance(choices, Mapping):  # as in ARC's rows: {"text": [...], "label": [...]}, labels A to D or 1 to 4
-            choices, labels = choices.get("text", ()), choices.get("label") or ()
+            answer = dict(zip(choices.get("label") or (), _LETTERS, strict=False)).get(answer.strip(), answer)
+            choices = choices.get("text", ())
         letters, texts = _letters(choices), _texts(choices)
         reference = plain_text(answer_text(answer))
-        reference = dict(zip(labels, letters, strict=False)).get(reference.strip(), reference)
         expected = _named_choice(reference, letters, texts) or _stated_choice(reference, letters)
         if expected is None:
             raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
@@ -140,10 +137,8 @@ class multiple_choice(AnswerArguments):
     def chosen(self, completion: str, choices: int | Sequence[str]) -> str | None:
         """Return the letter of a completion's choice."""
         letters, texts = _letters(choices), _texts(choices)
-        given = plain_text(answer_text(self.counted_part(completion)))
-        return (
-            _named_choice(given, letters, texts) or _stated_choice(given, letters) or _last_text(given, letters, texts)
-        )
+        text = plain_text(answer_text(self.counted_part(completion)))
+        return _named_choice(text, letters, texts) or _stated_choice(text, letters) or _last_text(text, letters, texts)
 
 
 def _texts(choices: int | Sequence[str]) -> Sequence[str]:
@@ -174,15 +169,14 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     )
     wrapped = rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*\(?([{either}])\)?\s*\}}"
     statement = re.compile(
-        rf"\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
+        rf"(?m)\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
         rf"|\b{word}\s*+[:=]?\s*+[*_$]*+\s*+(?:\\?\(\s*([{either}])\s*\\?\)|{wrapped}|({bare}))"
         rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
         rf"|\b(?i:thus|so|hence|therefore|choose),?\s+[*_$]*([{letters}])[*_$]*(?=[.!]?[ \t]*$)",
-        re.MULTILINE,
     )
     mention = re.compile(
-        rf"(?<![\w\\])\(([{either}])\)|\b(?i:option|choice)\s+[*_$]*({bare})|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)",
-        re.MULTILINE,
+        r"(?m)"
+        rf"(?<![\w\\])\(([{either}])\)|\b(?i:option|choice)\s+[*_$]*({bare})|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)"
     )
     return statement, mention
 
