@@ -132,6 +132,7 @@ class EpisodeEngine:
                 f"engine.generate takes the whole context, starting with engine.prompt_ids, {self.prompt_ids!r:.60}; "
                 f"got {context!r:.60}"
             )
+        context = tuple(map(int, context))  # numpy's integers do not travel to an engine's process
         room = self._sampling.max_new_tokens - (len(context) - len(self.prompt_ids))
         if room < 1 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError(

@@ -26,6 +26,8 @@ from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample, Score
 from areal_lite.verify.builtin.sandbox import check_bubblewrap
+from areal_lite.verify.protocol import read_result
+from areal_lite.verify.result import VerifyResult
 
 if TYPE_CHECKING:
     from areal_lite.rollout.vllm_engine import VllmEngine
@@ -93,7 +95,7 @@ class Workflows:
                     else:
                         match await function(episode, _row(prompt), **arguments):
                             case (turns, Score() as score):
-                                sample = episode.join(turns, with_messages=True).scored(score)
+                                sample = episode.join(turns, with_messages=True).scored(_checked(score))
                             case turns:
                                 sample = episode.join(turns, with_messages=function is not single_turn)
             if isinstance(episode.failure, EngineError):
@@ -204,6 +206,17 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     columns = {name: value for name, value in prompt.row.items() if name not in ("verifier", "workflow")}
     # A deep copy: what an environment changes in a row must not be seen by the other samples of the group.
     return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
+
+
+def _checked(score: Score) -> Score:
+    """Return a workflow's score with its figures read as a verifier's: True is 1, and None an error."""
+    if score.reward is None:
+        return score
+    given = VerifyResult(score.reward, parts=score.parts, feedback=score.feedback, metrics=score.metrics)
+    reply = read_result(given, completion="")
+    if reply.failure is not None:
+        raise ValueError(f"a workflow's score must be as a verifier's: {reply.detail}")
+    return replace(score, reward=reply.reward, parts=reply.parts, metrics=reply.metrics)
 
 
 def _load(name: str, arguments: Mapping[str, Any]) -> Workflow:

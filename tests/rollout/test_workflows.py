@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from scripted_engine import ScriptedEngine
 from areal_lite.errors import EngineError, EpisodeError, PluginError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
-from areal_lite.types import Sample, StopReason
+from areal_lite.types import Sample, Score, StepReward, StopReason
+from areal_lite.wire import decode, encode
 
 HERE = "test_workflows"
 
@@ -252,6 +253,10 @@ async def exits(engine: Any, row: Mapping[str, Any]) -> list[Any]:
     raise SystemExit(3)
 
 
+async def scores_with_none(engine: Any, row: Mapping[str, Any]) -> Any:
+    return [await engine.generate(engine.prompt_ids)], Score(reward=0.0, metrics=cast(Any, {"found": None}))
+
+
 async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
     turn = await engine.generate(engine.prompt_ids)
     turn.logprobs[0] = 0.0
@@ -280,6 +285,7 @@ async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
         ),
         (raises, r"workflow:KeyError: 'level'"),
         (exits, r"workflow:SystemExit: 3"),
+        (scores_with_none, r"workflow:ValueError: .* expected metrics\['found'\]: a number; got None"),
         (changes_logprobs, r"workflow:ValueError: .*read-only"),
     ],
 )
@@ -289,8 +295,24 @@ def test_a_wrong_workflow_is_refused_with_a_reason(workflow: Any, message: str) 
         play(Speaker(["a", "b"]), load(f"{HERE}:{workflow.__name__}"))
 
 
+def test_a_workflows_own_score_holds_numbers_like_a_verifiers() -> None:
+    """As the queue reads it. Seen failing with a refusal: expected `float | null`, got `bool`."""
+
+    async def scores(engine: Any, row: Mapping[str, Any]) -> Any:
+        turn = await engine.generate(engine.prompt_ids)
+        figures: Any = {"reward": np.bool_(turn.text == "a"), "parts": {"right": True}, "metrics": {1: 2}}
+        return [turn], Score(step_rewards=(StepReward(token=0, value=0.5),), **figures)
+
+    sample = play(Speaker(["a"]), Workflows(default="own", loaded={"own": (scores, {})}))
+    score = decode(encode(sample), Sample).score
+    assert (score.total, score.parts, score.metrics) == (1.5, {"right": 1.0}, {"1": 2.0})
+
+
 def test_given_tokens_may_come_first_and_turns_may_follow_each_other() -> None:
-    """What a custom workflow may do; neighbours of one version are one span, given tokens at the end are cut off."""
+    """What a custom workflow may do; neighbours of one version are one span, given tokens at the end are cut off.
+
+    Seen failing with the ids of numpy arrays on their way to an engine, which takes integers.
+    """
 
     async def episode(engine: Any, row: Mapping[str, Any]) -> list[Any]:
         hint = engine.given("h")
@@ -301,6 +323,7 @@ def test_given_tokens_may_come_first_and_turns_may_follow_each_other() -> None:
     engine = Speaker(["ab", "c"])
     sample = play(engine, Workflows(default="own", loaded={"own": (episode, {})}))
     assert sample.token_ids.tolist() == ids("hac$")
+    assert {type(token_id) for token_id in engine.contexts[1]} == {int}
     assert spans_of(sample) == [(-1, 0, 1), (0, 1, 4)]
     assert sample.stop_reason is StopReason.STOP
 
