@@ -383,7 +383,7 @@ def _readable_sample(sample: Sample) -> dict[str, Any]:
         further |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
     return {
         "text": sample.text,
-        "reward": score and score.reward,
+        "reward": sample.total_reward,
         "failure": score and score.failure,
         "stop_reason": sample.stop_reason.value,
         "tokens": sample.num_tokens,

@@ -24,7 +24,7 @@ from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import OnlineRecorder, commit_of_code
 from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.types import Group, Prompt, Score
+from areal_lite.types import Group, Prompt, Score, StepReward
 
 METRICS_KEYS = [
     "step", "version", "time_s", "lr", "reward_mean", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox",
@@ -289,15 +289,17 @@ def test_the_worst_parity_of_all_stands_in_the_summary(recorder: OnlineRecorder)
 
 
 def test_samples_are_readable(recorder: OnlineRecorder, folder: RunFolder) -> None:
+    """Seen failing with a reward without that of the step, in which `replay` then found a difference."""
     prompt = Prompt(prompt_id="train/0/1", text="7+25=?", token_ids=(1, 2), answer="32")
-    sample = make_sample(versions=(3, 3, 4), text="7+25=32#32", score=Score(reward=np.float32(1.0)))
+    score = Score(reward=np.float32(1.0), step_rewards=(StepReward(token=1, value=0.5),))
+    sample = make_sample(versions=(3, 3, 4), text="7+25=32#32", score=score)
     failed = make_sample(versions=(4,), text="?", score=Score(failure="timeout"))
     recorder.samples(5, [Group(group_id="train/0/1#0", prompt=prompt, samples=(sample, failed))])
     (row,) = folder.read("samples.jsonl")
     assert (row["step"], row["group"], row["prompt"], row["answer"]) == (5, "train/0/1#0", "7+25=?", "32")
     assert row["samples"] == [
-        {"text": "7+25=32#32", "reward": 1.0, "failure": None, "stop_reason": "stop", "tokens": 3,
-         "spans": [[3, 0, 2], [4, 2, 3]]},
+        {"text": "7+25=32#32", "reward": 1.5, "failure": None, "stop_reason": "stop", "tokens": 3,
+         "spans": [[3, 0, 2], [4, 2, 3]], "step_rewards": [[1, 0.5]]},
         {"text": "?", "reward": None, "failure": "timeout", "stop_reason": "stop", "tokens": 1, "spans": [[4, 0, 1]]},
     ]  # fmt: skip
 
