@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_lite.actors.calls import call_all
 from areal_lite.errors import CheckpointError, FruitlessError, QueueError, QueueTimeout, RankDied, StallError
 from areal_lite.events import EventBuffer, now
@@ -278,7 +280,8 @@ class Controller(ABC):
 
     def _call_back(self, row: Mapping[str, Any]) -> None:
         try:
-            if self._on_step is not None and self._on_step(row) is False:
+            answer = None if self._on_step is None else self._on_step(row)
+            if isinstance(answer, bool | np.bool_) and not answer:
                 self._interrupts.request_stop()
         except (Exception, SystemExit) as error:
             self._callback_error, self._on_step = error, None

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_ray import Reference
 from fake_ray import failing as failing_call
@@ -386,6 +387,15 @@ def test_a_restart_that_takes_too_long_is_not_tried_again(start: Start, failure:
     with pytest.raises(type(failure), match=str(failure)):
         run.run()
     assert run.rank.calls.count("start") == (2 if isinstance(failure, StallError) else 3)
+
+
+@pytest.mark.parametrize("answer", [False, np.False_])
+def test_a_callback_that_returns_false_ends_the_run_saved(start: Start, answer: Any) -> None:
+    """Seen failing with numpy's False ignored."""
+    run = start(checkpoint_every=0)
+    with pytest.raises(Interrupted):
+        run.run(lambda row: answer)
+    assert run.saved == run.steps[-1:] == [2]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])
