@@ -101,7 +101,11 @@ class Workflows:
             if isinstance(episode.failure, EngineError):
                 raise episode.failure
             return sample
-        except (Exception, SystemExit) as error:  # sys.exit() of a user's workflow must not end the worker
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # Neither sys.exit() in a user's workflow nor a task that it cancels may end the worker's task.
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             raise self._attributed(error, episode) from error
 
     def log(self, error: EpisodeError, what: str) -> None:

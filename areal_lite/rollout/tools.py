@@ -68,7 +68,7 @@ async def tools(
             if name not in found:
                 raise NameError(f"there is no function {name}, only {', '.join(found)}")
             returned = await engine.in_time(call(found[name], *positional, **by_name))
-            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=_plain)
             return "result", text[:max_characters]
         except Exception as error:
             return "error", f"{type(error).__name__}: {error}"[:max_characters]
@@ -81,6 +81,11 @@ async def tools(
         return "\n".join(f"<{kind}>{reply}</{kind}>" for kind, reply in replies), not replies
 
     return await converse(engine, answer=answer, **limits)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON lacks as numbers if it is numpy's, else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _read_chat_call(written: str) -> Call:

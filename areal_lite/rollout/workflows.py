@@ -135,10 +135,11 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     def work() -> None:
         try:
             future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # sys.exit() of a user's function must not end the worker
-            future.set_exception(RuntimeError(f"a function ended with {type(error).__name__}: {error}"))
+        except BaseException as error:
+            # sys.exit() of a user's function must not end the worker, and a future cannot hold a StopIteration.
+            is_usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            ended = RuntimeError(f"a function ended with {type(error).__name__}: {error}")
+            future.set_exception(error if is_usual else ended)
 
     threading.Thread(target=work, daemon=True, name="environment").start()
     return asyncio.wrap_future(future)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_builders import CHATML, make_chat_prompt, make_tokenizer
 from episode_builders import UNCUT, Speaker, load, play
@@ -25,7 +26,7 @@ async def greet(name: str) -> str:
 
 
 def table() -> Any:
-    return {"rows": [1, None], "at": complex(1, 2)}
+    return {"rows": np.array([1, 2.5]), "sum": np.float32(3.5), "at": complex(1, 2)}
 
 
 def long() -> str:
@@ -34,6 +35,10 @@ def long() -> str:
 
 def exits() -> None:
     raise SystemExit(1)
+
+
+def finds_nothing() -> None:
+    next(iter([]))
 
 
 def hangs() -> None:
@@ -53,7 +58,7 @@ USER = "<|im_start|>user\n3\nKeyError: 'x'<|im_end|>\n"
 
 def replies_to(*calls: str, **options: Any) -> list[str]:
     """Have the model make a call a turn, then answer."""
-    names = ("add", "greet", "table", "long", "exits", "hangs", "hangs_too")
+    names = ("add", "greet", "table", "long", "exits", "finds_nothing", "hangs", "hangs_too")
     arguments = {"functions": [f"{HERE}:{name}" for name in names], "max_turns": 20, **options.pop("arguments", {})}
     sample = play(Speaker([*calls, "done"]), load("tools", arguments=arguments, **options), sampling=LONG)
     assert sample.messages[-1] == {"role": "assistant", "content": "done"}
@@ -61,7 +66,10 @@ def replies_to(*calls: str, **options: Any) -> list[str]:
 
 
 def test_functions_are_called_by_name_and_their_results_come_back() -> None:
-    """By name, by position, with a default; text as it is, other values as JSON; several calls in their order."""
+    """By name, by position, with a default; text as it is, other values as JSON; several calls in their order.
+
+    Seen failing with numpy's numbers as texts, in quotes.
+    """
     assert replies_to(
         'I need a sum: <tool>add({"a": 1, "b": 2})</tool>',
         "<tool>add(1, 2.5)</tool>",
@@ -71,27 +79,26 @@ def test_functions_are_called_by_name_and_their_results_come_back() -> None:
         "<result>3</result>",
         "<result>3.5</result>",
         "<result>15</result>",
-        '<result>hello you (all)</result>\n<result>{"rows": [1, null], "at": "(1+2j)"}</result>',
+        '<result>hello you (all)</result>\n<result>{"rows": [1.0, 2.5], "sum": 3.5, "at": "(1+2j)"}</result>',
     ]
 
 
 def test_what_goes_wrong_is_a_reply() -> None:
-    """Seen failing with the errors raised: one bad call would cost the whole group."""
-    unknown, not_json, few, raised, ended = replies_to(
+    """Seen failing with the errors raised: one bad call would cost the whole group; with a StopIteration that hangs."""
+    unknown, not_json, few, raised, ended, empty = replies_to(
         '<tool>open("/etc/passwd")</tool>',
         "<tool>add(one)</tool>",
         "<tool>add()</tool>",
         '<tool>add("a", 1)</tool>',
         "<tool>exits()</tool>",
+        "<tool>finds_nothing()</tool>",
     )
-    assert (
-        unknown
-        == "<error>NameError: there is no function open, only add, greet, table, long, exits, hangs, hangs_too</error>"
-    )
+    assert unknown.startswith("<error>NameError: there is no function open, only add, greet, table, long, exits, ")
     assert not_json == "<error>ValueError: arguments must be JSON, such as {\"a\": 1} or 1, 2; got 'one'</error>"
     assert few == "<error>TypeError: add() missing 1 required positional argument: 'a'</error>"
     assert raised == '<error>TypeError: can only concatenate str (not "int") to str</error>'
     assert ended == "<error>RuntimeError: a function ended with SystemExit: 1</error>"
+    assert empty == "<error>RuntimeError: a function ended with StopIteration: </error>"
 
 
 def test_each_call_has_its_deadline() -> None:
