@@ -245,6 +245,8 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
                 f"objective.loss_function={name} must return a scalar loss and a dict of sums to log, got "
                 f"{described(loss)} and {type(sums).__name__}. Fix: return (weights * terms).sum(), {{}}"
             )
+        if not loss.requires_grad and not known["loss_mask_T"].any():  # a constant, where nothing trains
+            loss = loss + 0.0 * current_logprobs_T.sum()
         return loss, {str(key): _scalar(value, key=key, name=name) for key, value in sums.items()}
 
     return policy_term

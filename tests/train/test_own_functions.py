@@ -35,6 +35,9 @@ def with_figures(current_logprobs_T, *, advantages_T, loss_mask_T, token_weights
     losses_T = torch.where(loss_mask_T, -token_weights_T * advantages_T * current_logprobs_T, 0.0)
     return losses_T.sum(), {"clipped": loss_mask_T.sum(), "one": loss_mask_T.sum(), "hundred": 100 * loss_mask_T.sum()}
 
+def constant(current_logprobs_T, **known):
+    return torch.zeros(()), {}
+
 def a_figure_per_token(current_logprobs_T, **known):
     return current_logprobs_T.sum(), {"one": current_logprobs_T}
 
@@ -112,6 +115,16 @@ def test_what_an_own_loss_returns_is_logged_as_means_over_tokens(model_folder: s
     stats, _ = step(model_folder, loss_function=f"{functions}:with_figures")
     assert stats["loss_metrics"] == {"hundred": 100.0, "one": 1.0}
     assert stats["clip_fraction"] == 1.0
+
+
+def test_a_loss_may_be_a_constant_only_where_nothing_trains(functions: Path) -> None:
+    """Seen failing: a micro-batch of failed samples ended the run, as a constant has no gradient."""
+    term = find_loss_function(config_of({"objective": {"loss_function": f"{functions}:constant"}}).objective)
+    current_T = torch.zeros(2, requires_grad=True)
+    term(current_T, loss_mask_T=torch.tensor([False, False]))[0].backward()
+    assert current_T.grad is not None
+    assert current_T.grad.tolist() == [0, 0]
+    assert not term(current_T, loss_mask_T=torch.tensor([True, False]))[0].requires_grad
 
 
 def test_a_setting_that_the_loss_does_not_take_is_refused(model_folder: str, functions: Path) -> None:
