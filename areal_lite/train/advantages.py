@@ -7,6 +7,7 @@ Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T`
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -78,10 +79,16 @@ def find_advantage_function(objective: ObjectiveConfig) -> Compare:
     """Return the recipe's advantage function, `sample_advantages` unless it names another; results are checked.
 
     Raises:
-        PluginError: The function cannot be found.
+        PluginError: The function cannot be found, or does not take the keywords it is given.
     """
     name = objective.advantage_function or "of_samples"
     function = find_function(name, kind="advantage function")
+    try:
+        signature(function).bind(None, baseline="", scale="", eps=_EPS)
+    except TypeError as error:
+        raise PluginError(
+            f"objective.advantage_function={name} must take returns, then keywords: {error}. Fix: add **_"
+        ) from None
 
     def compare(returns_NG: Tensor, **knobs: Any) -> Tensor:
         advantages_NG = function(returns_NG.clone(), **knobs)
