@@ -50,7 +50,7 @@ def stale_warning(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     ledger = numbers(last[-1].get("ledger"))
     trained, lost = ledger.get("trained", 0), ledger.get("stale", 0) + ledger.get("failed(too_slow)", 0)
-    advice = "Fix: raise queue.max_staleness, with queue.max_ahead set to its present value (docs/objective.md)"
+    advice = "Fix: in a new run, raise queue.max_staleness and set queue.max_ahead to its old value (docs/objective.md)"
     if lost > _MAX_LOST * (lost + trained):
         return (
             f"{lost:.0f} groups were too old to train, {trained:.0f} trained: long samples train less than short ones. "
@@ -81,7 +81,8 @@ def spread_warning(rows: Sequence[Mapping[str, Any]]) -> str:
     if not math.isclose(min(rewards), max(rewards), rel_tol=1e-5, abs_tol=1e-9):
         return (
             f"{fact}the samples of a prompt all earned the same, {fmean(rewards):.3g} on average. Fix: raise "
-            f"rollout.temperature, or resume from a step where they still differed, with a lower trainer.lr ({page})"
+            f"rollout.temperature in a new run, or resume from a step where they differed, with a lower trainer.lr "
+            f"({page})"
         )
     is_above_lowest = rewards[-1] > min(earlier) and not math.isclose(rewards[-1], min(earlier), rel_tol=1e-5)
     if rewards[-1] >= 1 or is_above_lowest:

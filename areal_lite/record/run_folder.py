@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Any, Self
 from areal_lite.config.offline import OfflineConfig, parse_saved_config
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig, without_env_values
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import choose_checkpoint, make_newest, new_checkpoint, read_meta, whole_checkpoints
 from areal_lite.record.run_files import (
@@ -46,15 +48,17 @@ _FREE_ON_RESUME = {
     *(f"launch.{name}" for name in LaunchConfig.model_fields),
     *(f"weights.{name}" for name in WeightsConfig.model_fields),
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
-    "rollout.tensor_parallel", "rollout.servers", "rollout.server_key_env", "queue.lease_timeout_s",
-    "queue.max_message_mb", "verifier.timeout_s", "verifier.processes", "verifier.workers", "trainer.ranks",
-    "trainer.threads", "trainer.micro_batch_tokens", "trainer.packing",
+    "rollout.tensor_parallel", "rollout.servers", "rollout.server_key_env", "rollout.turn_timeout_s",
+    "rollout.max_episodes", "rollout.command_memory_mb", "queue.lease_timeout_s", "queue.max_message_mb",
+    *(f"verifier.{name}" for name in VerifierSettings.model_fields if name not in ("function", "arguments")),
+    "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens", "trainer.packing",
     *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
-    "trainer.activation_checkpointing", "trainer.epochs",
+    "trainer.activation_checkpointing", "trainer.epochs", "trainer.collective_timeout_s",
 }  # fmt: skip
-"""Settings that may change on a resume because they do not change what is learned; but `run.steps` does change the
-learning rate of `trainer.schedule: cosine`."""
+"""Settings that may change on a resume because they do not change what is learned, those of a named verifier like the
+section's; but `run.steps` does change the learning rate of `trainer.schedule: cosine`."""
 
+_NAMED_VERIFIER = re.compile(r"^verifier\.named\.[^.]+")
 _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "max_grad_norm")}
 """Settings that a resume may change only where its command line names them."""
 
@@ -169,9 +173,9 @@ class RunFolder:
                 f"command: {saved.command}"
             )
         free = _FREE_ON_RESUME | _CHANGEABLE.intersection(named)
-        found = differences([saved.model_dump(), config.model_dump()]).items()
-        changes = ((key, *values) for key, values in found if not key.startswith("reward_watch."))
-        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes if key not in free]:
+        found = differences([recipe.model_dump(exclude={"reward_watch"}) for recipe in (saved, config)]).items()
+        changes = ((key, *values) for key, values in found if _NAMED_VERIFIER.sub("verifier", key) not in free)
+        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}. Fix: resume with the recipe and "
                 "overrides of the first start, or start a new run without run.resume (areal-lite resume DIR may change "

@@ -25,6 +25,15 @@ from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.writer import SoleWriter
 from areal_lite.wire import encode
 
+NAMED = {"named": {"slow": {"function": "math"}}}
+LIMITS: dict[str, Any] = {
+    "verifier": {"memory_mb": 4096, "unavailable_s": 9, "max_failure_share": 1}
+    | {"named": {"slow": {"function": "math", "timeout_s": 60}}},
+    "rollout": {"turn_timeout_s": 20, "max_episodes": 8, "command_memory_mb": 512},
+    "trainer": {"collective_timeout_s": 900},
+}
+"""All that the errors of `verify/quarantine.py` and `config/checks.py` advise to change, and the like."""
+
 
 def changed_data(folder: Path) -> None:
     path = folder / "train.jsonl"
@@ -43,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with a checkpoint of step 2, killed after step 3; its Ray has no room."""
-    config = with_absolute_paths(loop_config(tmp_path, run={"dir": str(tmp_path / "run")}))
+    config = with_absolute_paths(loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, verifier=NAMED))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     folder, cursor = new_run_folder(config), make_cursor(config, load_sources(config, tokenizer, "train"))
     queue_state = encode({"ledger": {}, "cursor": cursor.state()})
@@ -64,7 +73,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sections: Any) -> dict[str, Any]:
     run = {"resume": str(folder / "run"), **sections.pop("run", {})}
-    config = loop_config(folder, run=run, **sections)
+    config = loop_config(folder, run=run, **{"verifier": NAMED} | sections)
     return train(config, recipe_name="x", console=Console(file=said or io.StringIO()), named=named)
 
 
@@ -76,6 +85,7 @@ def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sec
         (lambda _: None, {"queue": {"max_staleness": 9}, "named": ("queue.max_staleness",)}, "staleness was 2, is 9"),
         (lambda _: None, {"run": {"resume_from": "step-1"}}, "must be one of step-2"),
         (lambda _: None, {}, "no room"),
+        (lambda _: None, LIMITS, "no room"),
         (flipped_bit, {}, r"step-2: queue\.msgpack: expected"),
         (changed_data, {}, "Resume with the data"),
     ],
@@ -84,10 +94,10 @@ def test_a_refused_resume_touches_nothing(
     stopped: Path, harm: Callable[[Path], None], sections: dict[str, Any], message: str
 ) -> None:
     """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing
-    to do with the pace may not.
+    to do with the pace may not. Deadlines and limits of memory may.
 
     Seen failing with the rows moved as soon as the recipe fits (no room, data), with the lease removed (all), with the
-    names not looked at, and with every name allowed.
+    names not looked at, with every name allowed, and with limits refused that a run's own error had advised to raise.
     """
     harm(stopped)
     before = contents(stopped / "run")
