@@ -261,6 +261,8 @@ class Row:
     minibatch: int
     """Which optimiser update of the step this row belongs to."""
     prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int | None = None
+    """The data row's own limit; None = the recipe's."""
     sample: Sample
 
 

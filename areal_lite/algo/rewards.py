@@ -37,38 +37,38 @@ def shape_rewards(rewards_NG: Tensor, *, scale: float, bias: float, clip: float 
     return shaped_NG if clip is None else shaped_NG.clamp(-clip, clip)
 
 
-def overlong_penalties(lengths: Tensor, *, max_new_tokens: int, buffer: float) -> Tensor:
+def overlong_penalties(lengths: Tensor, *, limits: Tensor, buffer: float) -> Tensor:
     """Return the soft punishment of long samples, to be added to the shaped reward.
 
-    With a buffer of `c = buffer * max_new_tokens` tokens and `s = max_new_tokens - c`::
+    With a buffer of `c = buffer * limit` tokens and `s = limit - c`::
 
         0                 length <= s
-        (s - length) / c  s < length <= max_new_tokens
+        (s - length) / c  s < length <= limit
         -1                beyond
 
     Args:
         lengths: Completion tokens of samples, any shape.
-        max_new_tokens: The limit of a completion, in tokens.
-        buffer: Share of `max_new_tokens` in which length costs, in 0..1; 0 = no punishment at all.
+        limits: The most that each may have, the same shape or [].
+        buffer: Share of the limit in which length costs, in 0..1; 0 = no punishment at all.
 
     Returns:
         The same shape, float32, in -1..0.
 
     Raises:
-        ValueError: The buffer is not in 0..1, or the limit is not positive.
+        ValueError: The buffer is not in 0..1, or a limit is not positive.
 
     Source:
         arXiv 2503.14476 eq. 13, where the buffer is a number of tokens.
 
-    >>> overlong_penalties(torch.tensor([5, 8, 9, 10, 99]), max_new_tokens=10, buffer=0.2)
+    >>> overlong_penalties(torch.tensor([5, 8, 9, 10, 99]), limits=torch.tensor(10), buffer=0.2)
     tensor([ 0.0000,  0.0000, -0.5000, -1.0000, -1.0000])
     """
-    if not 0 <= buffer <= 1 or max_new_tokens <= 0:
-        raise ValueError(f"expected a buffer in 0..1 and a positive limit, got {buffer} and {max_new_tokens}")
+    if not 0 <= buffer <= 1 or bool((limits <= 0).any()):
+        raise ValueError(f"expected a buffer in 0..1 and positive limits, got {buffer} and {limits.tolist()}")
     if buffer == 0:
         return torch.zeros_like(lengths, dtype=torch.float32)
-    buffer_tokens = buffer * max_new_tokens
-    return ((max_new_tokens - buffer_tokens - lengths.double()) / buffer_tokens).clamp(-1.0, 0.0).float()
+    buffers = buffer * limits.double()
+    return ((limits - buffers - lengths) / buffers).clamp(-1.0, 0.0).float()
 
 
 def token_rewards(sample_rewards_B: Tensor, *, lengths_B: Tensor, costs_T: Tensor | None = None) -> Tensor:

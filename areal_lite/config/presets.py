@@ -68,7 +68,7 @@ class ObjectiveConfig(LossConfig):
     reward_clip: float | None = Field(None, gt=0)
     """shaped rewards lie in -reward_clip .. reward_clip"""
     overlong_buffer: float = Field(0.0, ge=0, lt=1)
-    """last share of rollout.max_new_tokens, over which a length penalty grows to 1 (soft overlong punishment)"""
+    """last share of a sample's token limit, over which a length penalty grows to 1 (soft overlong punishment)"""
     baseline: Literal["none", "batch_mean", "group_mean", "leave_one_out", "critic"] = "group_mean"
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"

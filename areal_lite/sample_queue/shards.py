@@ -59,6 +59,7 @@ class ShardedBatch:
                     is_branch=sequence is not sample,
                     minibatch=minibatch,
                     prompt_token_ids=sequence.prompt_ids or prompts[group_index].token_ids,
+                    max_new_tokens=prompts[group_index].row.get("max_new_tokens"),
                     sample=sequence,
                 )
                 self._rows.append((rank, row))

@@ -48,11 +48,8 @@ def batch_advantages(
         batch.rewards_NG, scale=objective.reward_scale, bias=objective.reward_bias, clip=objective.reward_clip
     )
     if objective.overlong_buffer > 0:
-        rewards_NG = rewards_NG + overlong_penalties(
-            _over_ranks(batch.lengths_B, batch),
-            max_new_tokens=config.rollout.max_new_tokens,
-            buffer=objective.overlong_buffer,
-        )
+        penalties_B = overlong_penalties(batch.lengths_B, limits=batch.limits_B, buffer=objective.overlong_buffer)
+        rewards_NG = rewards_NG + _over_ranks(penalties_B, batch)
     costs_T = None
     if objective.kl == "reward" and tokens.reference_logprobs_T is not None:
         known_T, kind = tokens.reference_logprobs_T, objective.kl_estimator

@@ -18,7 +18,7 @@ from areal_lite.algo.advantages import kept_samples
 from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.staleness import age_limit, own_mask, token_ages, trainable_mask
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
-from areal_lite.types import Sample, Shard, StopReason
+from areal_lite.types import Row, Sample, Shard, StopReason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +116,8 @@ class PolicyBatch:
     """[B] booleans: not a branch, so the row represents its rollout in its group."""
     lengths_B: Tensor
     """[B] int64 completion tokens."""
+    limits_B: Tensor
+    """[B] int64 the most completion tokens that each may have."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -139,6 +141,7 @@ class PolicyBatch:
             samples_B=torch.tensor([row.sample_index for row in shard.rows], dtype=torch.int64).to(device),
             firsts_B=torch.tensor([not row.is_branch for row in shard.rows], dtype=torch.bool).to(device),
             lengths_B=torch.tensor(rows.output_lengths, dtype=torch.int64).to(device),
+            limits_B=torch.tensor([_limit(row, config) for row in shard.rows], dtype=torch.int64).to(device),
         )
 
 
@@ -147,6 +150,12 @@ def described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)}" + ("" if value.isfinite().all() else ", not all finite")
+
+
+def _limit(row: Row, config: Config) -> int:
+    if row.sample.prompt_ids:  # of an agent, whose `max_new_tokens` is that of one call
+        return config.model.max_context - len(row.prompt_token_ids)
+    return row.max_new_tokens or config.rollout.max_new_tokens
 
 
 def _training_rows(shard: Shard, config: Config) -> npt.NDArray[np.bool_]:

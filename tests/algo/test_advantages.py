@@ -197,7 +197,7 @@ def test_overlong_penalty_by_cases() -> None:
     """
     lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 101, 199])
     expected = [0.0 if n <= 80 else (80 - n) / 20 if n <= 100 else -1.0 for n in lengths.tolist()]
-    penalties = overlong_penalties(lengths, max_new_tokens=100, buffer=0.2)
+    penalties = overlong_penalties(lengths, limits=torch.tensor(100), buffer=0.2)
     np.testing.assert_allclose(penalties, expected, rtol=1e-6)
     assert penalties.dtype == torch.float32
 

@@ -173,7 +173,7 @@ def part(sample: Sample, start: int, end: int, **changed: Any) -> Sample:
     )
 
 
-def shards(*, cut: bool, num_ranks: int = 1) -> list[Shard]:
+def shards(*, cut: bool, num_ranks: int = 1, **data: int) -> list[Shard]:
     """Deal twelve samples; with `cut`, every third one as two ways, the second behind the tokens of the first."""
     rows = make_rows()
     groups = []
@@ -192,7 +192,8 @@ def shards(*, cut: bool, num_ranks: int = 1) -> list[Shard]:
         record.samples = wire.decode(wire.encode(samples), tuple[Sample, ...])
         groups.append(record)
     prompts = [
-        Prompt(prompt_id=f"train/0/{n}", text="", token_ids=rows[4 * n].prompt_token_ids, answer="") for n in range(3)
+        Prompt(prompt_id=f"train/0/{n}", text="", token_ids=rows[4 * n].prompt_token_ids, answer="", row=data)
+        for n in range(3)
     ]
     batch = ShardedBatch(
         Batch(batch_id="b", version=5, groups=tuple(groups)),
@@ -247,6 +248,19 @@ def test_a_branch_says_nothing_about_its_group(objective: dict[str, Any]) -> Non
         firsts_T = batch.firsts_B[batch.tokens.rows_T]
         found.append(batch.tokens.advantages_T[firsts_T])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_sample_is_overlong_by_its_own_limit() -> None:
+    """A row's own limit, or for an agent the room behind its prompt; nothing is longer than half of it.
+
+    Seen failing with `rollout.max_new_tokens` as the limit of all: samples of 3 tokens and more were charged.
+    """
+    config = config_of({"objective": {"overlong_buffer": 0.5}, "rollout": {"max_new_tokens": 4}})
+    agents = [replace(row, sample=replace(row.sample, prompt_ids=row.prompt_token_ids)) for row in make_rows()]
+    for shard in (*shards(cut=False, max_new_tokens=24), make_shard(agents, rewards=REWARDS)):
+        batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
+        figures = batch_advantages(batch, config=config, kl_coef=0.0)
+        assert figures["reward_shaped_mean"] == pytest.approx(REWARDS.mean())
 
 
 def test_the_ways_of_a_rollout_stay_together() -> None:
