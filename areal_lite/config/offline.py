@@ -31,7 +31,7 @@ class OfflineTrainerConfig(TrainerConfig):
     batch_size: int = Field(32, ge=1)
     """rows (of preferences: pairs) of one step, over all ranks"""
     epochs: float | None = Field(None, gt=0)
-    """passes over the rows, in place of run.steps"""
+    """passes over the rows, in place of run.steps; the last step is filled up with rows of the next pass"""
 
 
 class OfflineDataConfig(RowsConfig):

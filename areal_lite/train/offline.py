@@ -8,7 +8,7 @@ Shape letters: `N` examples of a split, `E` of a forward pass, `F` figures (the 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,12 @@ class OfflineTrainer:
         Args:
             config: The loss, `run.steps`, the batch size, the seed of the order of examples, and the trainer.
             model: A transformers model, sharded over the ranks if there are several; trained in place.
-            data: At least a batch of examples to train on.
+            data: At least one example to train on.
             reference: None = the model before its first step.
             model_folder: Where an export takes the tokenizer from.
             padding: Token id after shorter rows.
         """
-        settings, batch_size = config.trainer, config.trainer.batch_size
-        if batch_size > (most := len(data.train)):
-            raise ValueError(f"expected a batch_size of at most the {most} examples, got {batch_size}")
+        settings = config.trainer
         self.learner = Learner(model, settings=settings, total_steps=config.run.steps)
         self.progress = 0
         """Grows with every forward pass, for the watchdog."""
@@ -195,12 +193,11 @@ class OfflineTrainer:
         return OBJECTIVES[self._config.command](self.learner.model, part, self._config.preference)
 
     def _all_batches(self) -> Iterator[list[int]]:
-        """Yield this rank's examples of each update, shuffled in every epoch, without end."""
-        rng, size = np.random.default_rng(self._config.run.seed), self._config.trainer.batch_size
+        """Yield this rank's examples of each update, all shuffled in every epoch, without end."""
+        rng, number = np.random.default_rng(self._config.run.seed), len(self._data.train)
+        rows = chain.from_iterable(rng.permutation(number).tolist() for _ in count())
         while True:
-            order = rng.permutation(len(self._data.train)).tolist()
-            for start in range(0, len(order) - size + 1, size):
-                yield order[start : start + size][self._mine]
+            yield list(islice(rows, self._config.trainer.batch_size))[self._mine]
 
     def _parts(self, split: str, chosen: Sequence[int]) -> list[Part]:
         """Split examples into forward passes, with all completions of an example in the same one."""

@@ -5,6 +5,7 @@ Everything that can be checked is, before anything heavy starts.
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -120,11 +121,11 @@ def _online(config: Config, loaded: Loaded) -> _Made[Config]:
 
 
 def _offline(config: OfflineConfig, loaded: Loaded, say: Callable[..., object]) -> _Made[OfflineConfig]:
-    """Turn `epochs` into steps; the rows after an epoch's last full batch are skipped."""
+    """Turn `epochs` into steps; the last is a whole batch too, with rows of the next epoch where needed."""
     data = loaded.rows
     assert data is not None
     if config.trainer.epochs is not None:
-        steps = max(1, round(config.trainer.epochs * (len(data.train) // config.trainer.batch_size)))
+        steps = math.ceil(config.trainer.epochs * len(data.train) / config.trainer.batch_size)
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
     return config, OfflineController, data.check
