@@ -42,7 +42,7 @@ class Metric:
     """Of the trainer's totals; None = measured by the controller or the queue."""
     over: str = ""
     """What the total is divided by: another metric, or a count of `train/stats.py`."""
-    empty: float | None = 0.0
+    empty: float | None = None
     """The value of a step in which nothing was added, or with nothing to divide by."""
     board: str = ""
     """Its group in TensorBoard; empty = not shown. Of a mapping every entry is shown."""
@@ -120,20 +120,20 @@ METRICS = (
     _alike("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
            curve="advantages, standard deviation"),
     _token_mean("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a "
-                "reference, or when every weight is 0", "nats per token", over="weighted_tokens", empty=None,
+                "reference, or when every weight is 0", "nats per token", over="weighted_tokens",
                 curve="KL to the reference"),
-    _alike("kl_coef", "weight of the KL to the reference in this step; null without one", empty=None,
+    _alike("kl_coef", "weight of the KL to the reference in this step; null without one",
            curve="coefficient of that KL"),
     Metric("value_loss", "of applied critic updates; null without any",
-           reduction=_SUM, over="critic_updates", empty=None, board="critic", curve="value loss"),
+           reduction=_SUM, over="critic_updates", board="critic", curve="value loss"),
     _alike("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
            "critic, or when all targets are equal",
-           "share", empty=None, board="critic", curve="explained variance of the critic"),
+           "share", board="critic", curve="explained variance of the critic"),
     _alike("lr", "learning rate of the step", curve="learning rate"),
     Metric("tokens_trained", "loss-mask tokens of the applied updates", "per step", reduction=_SUM, empty=0,
            board="train", curve="tokens trained"),
     Metric("tokens_filtered", "loss-mask tokens that the behaviour filter removes; null without a filter",
-           "per step", reduction=_SUM, empty=None, board="train"),
+           "per step", reduction=_SUM, board="train"),
     _token_mean("age_mean", "trained tokens, in trainer steps", "versions", board="queue",
                 panel=("tokens", "age {:.2f}")),
     _largest("age_max", "largest age of a trained token; 0 when none was trained", "versions", empty=0, board="queue",
@@ -158,8 +158,8 @@ METRICS = (
     _alike("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic", "s", board=""),
     _alike("update_s", "on rank 0: optimiser updates, and what is measured after them", "s", board=""),
     _largest("gpu_rest_gib", "memory of a rank's tensors on its GPU as the step begins; null on a CPU", "GiB",
-             empty=None, board="time"),
-    _largest("gpu_peak_gib", "peak of the same during the step; null on a CPU", "GiB", empty=None, board="time"),
+             board="time"),
+    _largest("gpu_peak_gib", "peak of the same during the step; null on a CPU", "GiB", board="time"),
     Metric("trainer_wait_s", "the trainer waited for the batch", "s", board="queue"),
     _alike("train_s", "from taking the batch to the new weights", "s", board="time"),
     Metric("publish_s", "handing the weights over", "s", board="time"),

@@ -42,7 +42,7 @@ def test_each_metric_is_declared_once_and_divided_by_something_known(metrics: tu
 
 
 def test_a_step_is_summed_over_updates_and_divided_as_declared() -> None:
-    """Two updates of 2 and 1 tokens. Seen failing with the mean of the updates' means."""
+    """Two updates of 2 and 1 tokens. Seen failing with the mean of the updates' means, and with 0 as that of none."""
     tally = StepTally()
     for ages, entropy, norm in (([0, 2], 1.0, 4.0), ([2], 0.5, 2.0)):
         tally.add_tokens(ages)
@@ -51,6 +51,8 @@ def test_a_step_is_summed_over_updates_and_divided_as_declared() -> None:
     assert (row["entropy"], row["grad_norm"], row["behav_prox_max_abs_diff_age0"]) == (0.5, 3.0, 1.0)
     assert (row["tokens_trained"], row["age_mean"], row["age_max"]) == (3, 4 / 3, 2)
     assert row["age_histogram"] == {0: 1, 2: 2}
+    nothing = StepTally().reduce(torch.device("cpu"))
+    assert (nothing["entropy"], nothing["tokens_trained"], nothing["step_skipped"]) == (None, 0, 0)
     assert list(row) == [metric.name for metric in METRICS if metric.reduction] + ["age_histogram", "tokens_by_quarter"]
 
 
