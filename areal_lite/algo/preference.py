@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: Tensor | float = 0.0) -> Tensor:
+def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float = 0.0) -> Tensor:
     """Return the negative log-likelihood of the preferences under the Bradley-Terry model.
 
     `loss = -log sigmoid(chosen - rejected - margin)`
@@ -20,23 +20,23 @@ def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: Tensor |
     Args:
         chosen_P: [P] the reward model's score of each chosen answer.
         rejected_P: [P] of the rejected one.
-        margin: How much better the chosen one should score, in units of the score; one number or [P].
+        margin: How much better the chosen one should score, in units of the score.
 
     Returns:
         [P] losses in nats, finite for any finite scores; the caller takes the mean.
 
     Raises:
-        ValueError: The shapes differ, that of a margin tensor included.
+        ValueError: The shapes differ.
 
     Source:
         arXiv 2203.02155 eq. 1 (there with all pairs of a prompt's K answers in one mean); the margin is that of
-        arXiv 2307.09288 eq. 2.
+        arXiv 2307.09288 eq. 2 (there one for each pair).
 
     >>> import torch
     >>> bradley_terry_loss(torch.tensor([1.0, -200.0]), torch.tensor([1.0, 200.0]))
     tensor([  0.6931, 400.0000])
     """
-    _check(chosen_P, rejected_P, *([margin] if isinstance(margin, Tensor) and margin.ndim else []))
+    _check(chosen_P, rejected_P)
     return -logsigmoid(chosen_P - rejected_P - margin)
 
 
