@@ -138,7 +138,6 @@ def simpo_loss(
     """
     if beta <= 0:
         raise ValueError(f"expected beta > 0, got {beta}")
-    _check(chosen_P, rejected_P)
     return bradley_terry_loss(
         beta * _per_token(chosen_P, chosen_lengths_P), beta * _per_token(rejected_P, rejected_lengths_P), margin=margin
     )

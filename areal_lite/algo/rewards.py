@@ -49,13 +49,13 @@ def overlong_penalties(lengths: Tensor, *, limits: Tensor, buffer: float) -> Ten
     Args:
         lengths: Completion tokens of samples, any shape.
         limits: The most that each may have, the same shape or [].
-        buffer: Share of the limit in which length costs, in 0..1; 0 = no punishment at all.
+        buffer: Share of the limit in which length costs, above 0 and up to 1.
 
     Returns:
         The same shape, float32, in -1..0.
 
     Raises:
-        ValueError: The buffer is not in 0..1, or a limit is not positive.
+        ValueError: The buffer is out of range, or a limit is not positive.
 
     Source:
         arXiv 2503.14476 eq. 13, where the buffer is a number of tokens.
@@ -63,10 +63,8 @@ def overlong_penalties(lengths: Tensor, *, limits: Tensor, buffer: float) -> Ten
     >>> overlong_penalties(torch.tensor([5, 8, 9, 10, 99]), limits=torch.tensor(10), buffer=0.2)
     tensor([ 0.0000,  0.0000, -0.5000, -1.0000, -1.0000])
     """
-    if not 0 <= buffer <= 1 or bool((limits <= 0).any()):
-        raise ValueError(f"expected a buffer in 0..1 and positive limits, got {buffer} and {limits.tolist()}")
-    if buffer == 0:
-        return torch.zeros_like(lengths, dtype=torch.float32)
+    if not 0 < buffer <= 1 or bool((limits <= 0).any()):
+        raise ValueError(f"expected a buffer above 0, up to 1, and positive limits, got {buffer} and {limits.tolist()}")
     buffers = buffer * limits.double()
     return ((limits - buffers - lengths) / buffers).clamp(-1.0, 0.0).float()
 

@@ -81,8 +81,7 @@ def spread_warning(rows: Sequence[Mapping[str, Any]]) -> str:
     if not math.isclose(min(rewards), max(rewards), rel_tol=1e-5, abs_tol=1e-9):
         return (
             f"{fact}the samples of a prompt all earned the same, {fmean(rewards):.3g} on average. Fix: raise "
-            f"rollout.temperature in a new run, or resume from a step where they differed, with a lower trainer.lr "
-            f"({page})"
+            f"rollout.temperature in a new run, or resume from where they differed, with a lower trainer.lr ({page})"
         )
     is_above_lowest = rewards[-1] > min(earlier) and not math.isclose(rewards[-1], min(earlier), rel_tol=1e-5)
     if rewards[-1] >= 1 or is_above_lowest:

@@ -47,13 +47,13 @@ _FREE_ON_RESUME = {
     *(f"run.{name}" for name in RunConfig.model_fields if name != "seed"),
     *(f"launch.{name}" for name in LaunchConfig.model_fields),
     *(f"weights.{name}" for name in WeightsConfig.model_fields),
+    *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields),
+    *(f"verifier.{name}" for name in VerifierSettings.model_fields if name not in ("function", "arguments")),
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
     "rollout.tensor_parallel", "rollout.servers", "rollout.server_key_env", "rollout.turn_timeout_s",
     "rollout.max_episodes", "rollout.command_memory_mb", "queue.lease_timeout_s", "queue.max_message_mb",
-    *(f"verifier.{name}" for name in VerifierSettings.model_fields if name not in ("function", "arguments")),
     "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens", "trainer.packing",
-    *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
-    "trainer.activation_checkpointing", "trainer.epochs", "trainer.collective_timeout_s",
+    "trainer.offload", "trainer.activation_checkpointing", "trainer.epochs", "trainer.collective_timeout_s",
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned, those of a named verifier like the
 section's; but `run.steps` does change the learning rate of `trainer.schedule: cosine`."""
