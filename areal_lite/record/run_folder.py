@@ -60,7 +60,7 @@ section's; but `run.steps` does change the learning rate of `trainer.schedule: c
 
 _NAMED_VERIFIER = re.compile(r"^verifier\.named\.[^.]+")
 _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "max_grad_norm")}
-"""Settings that a resume may change only where its command line names them."""
+"""Settings that a resume may change only where its command line names them, as it may the folder in a path."""
 
 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
@@ -172,14 +172,15 @@ class RunFolder:
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
                 f"command: {saved.command}"
             )
-        free = _FREE_ON_RESUME | _CHANGEABLE.intersection(named)
-        found = differences([recipe.model_dump(exclude={"reward_watch"}) for recipe in (saved, config)]).items()
-        changes = ((key, *values) for key, values in found if _NAMED_VERIFIER.sub("verifier", key) not in free)
-        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes]:
+        found = differences([recipe.model_dump(exclude={"reward_watch"}) for recipe in (saved, config)])
+        moved = {key for key, (was, now) in found.items() if _without_folders(was) == _without_folders(now)}
+        free = _FREE_ON_RESUME | (_CHANGEABLE | moved).intersection(named)
+        changes = ((key, *values) for key, values in found.items() if _NAMED_VERIFIER.sub("verifier", key) not in free)
+        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes if key not in free]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}. Fix: resume with the recipe and "
                 "overrides of the first start, or start a new run without run.resume (areal-lite resume DIR may change "
-                f"{', '.join(sorted(_CHANGEABLE))}, and settings that do not affect what is learned)"
+                f"{', '.join(sorted(_CHANGEABLE))}, the folder in a path, and settings that do not affect learning)"
             )
         folder.checkpoint = choose_checkpoint(folder.checkpoints, config.run.resume_from, say=say)
         return folder
@@ -326,6 +327,11 @@ def _settings_in(line: bytes) -> Row:
     """Return the event of a line if it is one of changed settings, else nothing."""
     event = table(load_line(line)) if b'"settings"' in line else {}
     return event if event.get("kind") == "settings" else {}
+
+
+def _without_folders(value: Any) -> str:
+    """Return a setting as JSON, of absolute paths only the last part: a move changes the rest."""
+    return re.sub('"/[^"]*/', '"', json.dumps(value))
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:

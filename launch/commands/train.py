@@ -70,7 +70,8 @@ def resume(
     """Resume a run from its latest checkpoint.
 
     The recipe is the one in the run folder. run.resume_from=step-N selects an older checkpoint; run.steps, trainer.lr
-    and settings that do not affect learning may change. To train a finished run further, raise run.steps.
+    and settings that do not affect learning may change. If files moved, name each: data.path=NEW_DIR/train.jsonl. To
+    train a finished run further, raise run.steps.
     """
     from areal_lite.record.run_folder import RunFolder
 

@@ -4,12 +4,13 @@ import contextlib
 import errno
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_builders import loop_config
+from loop_builders import SUPPORT, loop_config
 from offline_builders import offline_config, offline_trainer
 from rich.console import Console
 from run_folders import new_run_folder, save_run
@@ -34,6 +35,8 @@ LIMITS: dict[str, Any] = {
 }
 """All that the errors of `verify/quarantine.py` and `config/checks.py` advise to change, and the like."""
 
+MOVED_VERIFIER = "moved/loop_verifiers.py:digit_share"
+
 
 def changed_data(folder: Path) -> None:
     path = folder / "train.jsonl"
@@ -43,6 +46,12 @@ def changed_data(folder: Path) -> None:
 def flipped_bit(folder: Path) -> None:
     path = folder / "run/checkpoints/step-000002/queue.msgpack"
     path.write_bytes(b"\0" + path.read_bytes()[1:])
+
+
+def moved(folder: Path) -> None:
+    (folder / "moved").mkdir()
+    for path in (folder / "train.jsonl", SUPPORT / "loop_verifiers.py"):
+        shutil.copy(path, folder / "moved")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,6 +73,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def no_room(config: Any, **_: Any) -> None:
         raise ConfigError(f"no room for {config.run.steps} steps")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_module, "ray_session", contextlib.nullcontext)
     monkeypatch.setattr(train_module, "places_for", no_room)
     monkeypatch.setattr(train_module.ray, "nodes", list)
@@ -83,6 +93,10 @@ def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sec
         (lambda _: None, {"trainer": {"lr": 1e-2}}, r"trainer\.lr was 0\.001, is 0\.01"),
         (lambda _: None, {"trainer": {"lr": 1e-2}, "named": ("trainer.lr",)}, "no room"),
         (lambda _: None, {"queue": {"max_staleness": 9}, "named": ("queue.max_staleness",)}, "staleness was 2, is 9"),
+        (moved, {"data": {"path": "moved/train.jsonl"}, "named": ("data.path",)}, "no room"),
+        (moved, {"verifier": {"function": MOVED_VERIFIER}, "named": ("verifier.function",)}, "no room"),
+        (moved, {"data": {"path": "moved/train.jsonl"}}, r"data\.path was"),
+        (moved, {"data": {"path": "eval.jsonl"}, "named": ("data.path",)}, r"data\.path was"),
         (lambda _: None, {"run": {"resume_from": "step-1"}}, "must be one of step-2"),
         (lambda _: None, {}, "no room"),
         (lambda _: None, LIMITS, "no room"),
@@ -94,10 +108,11 @@ def test_a_refused_resume_touches_nothing(
     stopped: Path, harm: Callable[[Path], None], sections: dict[str, Any], message: str
 ) -> None:
     """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing
-    to do with the pace may not. Deadlines and limits of memory may.
+    to do with the pace may not. Deadlines and limits of memory may, and what a path names may be in another folder.
 
     Seen failing with the rows moved as soon as the recipe fits (no room, data), with the lease removed (all), with the
-    names not looked at, with every name allowed, and with limits refused that a run's own error had advised to raise.
+    names not looked at, with every name allowed, with limits refused that a run's own error had advised to raise, and
+    with files refused that were moved.
     """
     harm(stopped)
     before = contents(stopped / "run")
