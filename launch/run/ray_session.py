@@ -6,9 +6,10 @@ Ray's is patched.
 
 import atexit
 import contextlib
-import logging
 import os
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -86,8 +87,10 @@ def _join(address: str) -> None:
                 "service. Fix: give its head's host:port (6379 by default), or start Ray there and here; unset "
                 "RAY_ADDRESS to run on this machine alone"
             )
+    # Ray starts a process with a shell command, which splits a path at its spaces.
+    env = {"py_executable": shlex.quote(sys.executable)} if " " in sys.executable else {}
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env)
     except SystemExit as stop:  # what Ray's handler of SIGTERM raises; another thread may take a signal blocked here
         raise KeyboardInterrupt from stop
     except (ray.exceptions.AuthenticationError, ConnectionError) as error:
