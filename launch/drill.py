@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from signal import SIGTERM, default_int_handler, signal
+from signal import SIG_IGN, SIGHUP, SIGTERM, default_int_handler, getsignal, signal
 
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
@@ -43,6 +43,8 @@ def drill(
     code, reference = 0, None
     ends_at = time.monotonic() + 60 * (minutes or 0)
     before = signal(SIGTERM, default_int_handler)  # without it, the run's command would outlive this one
+    if getsignal(SIGHUP) is SIG_IGN:
+        signal(SIGHUP, lambda *_: None)  # under nohup: the runs would inherit it, and not notice the fault `sighup`
     runs = ["soak"] if minutes else list(names)
     if not minutes and config.queue.max_staleness == 0:
         runs.insert(0, _UNDISTURBED)

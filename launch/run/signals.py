@@ -18,8 +18,11 @@ LEAVING = "ray-shutdown"
 
 
 def _handled() -> tuple[signal.Signals, ...]:
-    """Signals that this thread may handle: Python gives them to the main thread alone."""
-    return (signal.SIGINT, *NOTICES) if threading.current_thread() is threading.main_thread() else ()
+    """Signals that this thread may handle: Python gives them to the main thread alone. nohup's stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(one for one in (signal.SIGINT, *NOTICES) if not (is_nohup and one == signal.SIGHUP))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def test_a_command_that_cannot_leave_ray_ends_with_its_code() -> None:
 
 def test_before_work_begins_the_first_one_ends_at_once() -> None:
     for number in (signal.SIGINT, *NOTICES):
-        with Interrupts(save_deadline_s=30) as interrupts:
+        with handlers_kept(), Interrupts(save_deadline_s=30) as interrupts:
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
             assert interrupts
@@ -126,6 +126,14 @@ def test_a_ctrl_c_that_any_thread_takes_is_answered_behind_an_undisturbed_block(
         done.append("too much")
     is_over.set()
     assert done == ["all"]
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
+    """Seen failing with a run that ended as its terminal closed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with undisturbed(), Interrupts(save_deadline_s=30) as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupts
 
 
 def test_one_that_was_lost_on_its_way_is_made_up_for() -> None:

@@ -128,8 +128,8 @@ class OfflineRun:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore the handlers of notices, which a process that was given one ignores from then on."""
-    before = {number: signal.getsignal(number) for number in signals.NOTICES}
+    """Restore the handlers of notices, which a process that was given one, or runs under nohup, ignores."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in signals.NOTICES}
     try:
         yield
     finally:
