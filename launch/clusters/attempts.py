@@ -100,7 +100,7 @@ def verdict(attempts: Sequence[Attempt], *, max_attempts: int) -> str | None:
     if last.code == 0:
         return f"done after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
     if last.code == INTERRUPTED:
-        return f"stopped at step {last.step}: {last.cause}" if last.cause else f"stopped and saved at step {last.step}"
+        return f"stopped at step {last.step}" + (f": {last.cause}" if last.cause else "")
     failed = [one for one in attempts if one.code not in (None, INTERRUPTED)]  # None: its supervisor was killed
     if len(failed) >= _SAME_STEP and {one.step for one in failed[-_SAME_STEP:]} == {last.step}:
         return f"failed {_SAME_STEP} times at step {last.step}: {last.cause}"

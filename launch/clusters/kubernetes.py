@@ -119,13 +119,13 @@ class Kubernetes(Kind):
             raise
 
     def stop(self, job: Job) -> None:
-        """Interrupt the supervisor in the head's pod."""
+        """Give the supervisor in the head's pod notice."""
         there, _ = shipped(job, _FILES)
         head = f"ray.io/cluster={_rayjob_status(job).get('rayClusterName')},ray.io/node-type=head"
         pod = _kubectl(job, "get", "pods", "-l", head, "-o", "name").strip()
         if not pod:
             raise ConfigError(f"the head's pod of {job.name} must run, got none: kubectl delete rayjob {job.name}")
-        _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -INT $(cat {shlex.quote(f'{there.files}/pid')})")
+        _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -TERM $(cat {shlex.quote(f'{there.files}/pid')})")
 
 
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,7 +139,7 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         paths=sorted(files),
         folder=_FILES,
         ray_version=version("ray"),
-        save=f"pid=$(cat {pid}) && kill -INT $pid && while kill -0 $pid; do sleep 1; done",
+        save=f"pid=$(cat {pid}) && kill -TERM $pid && while kill -0 $pid; do sleep 1; done",
     )
     config_map, rayjob = yaml.safe_load_all(text)
     config_map["data"] = {f"file-{index}": files[path] for index, path in enumerate(sorted(files))}

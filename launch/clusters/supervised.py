@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ class Supervised(Kind):
         """Start the supervisor, which outlives this terminal."""
         command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
         # A signal that comes before the supervisor can handle it, waits until `catch_signals`.
-        with job.log.open("ab") as log, notices_held_back(signal.SIGINT):
+        with job.log.open("ab") as log, notices_held_back():
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=job.folder, start_new_session=True
             )
@@ -42,7 +41,7 @@ class Supervised(Kind):
         return status
 
     def stop(self, job: Job) -> None:
-        """Interrupt the supervisor, which forwards it; where it was killed, end what it left.
+        """Give the supervisor notice, which counts once; where it was killed, end what it left.
 
         Raises:
             ConfigError: The supervisor runs on another host.
@@ -53,7 +52,7 @@ class Supervised(Kind):
                 f"{job.name} can be stopped only where its supervisor runs, got {os.uname().nodename}: do it on {host}"
             )
         if (process := self._process(job)) is not None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         elif problems := end_leftovers(job):
             raise StallError(f"every process of {job.name} must end, got {'; '.join(problems)}: end them by hand")
 

@@ -26,13 +26,9 @@ def _handled() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def notices_held_back(*more: signal.Signals) -> Iterator[None]:
-    """Block notices for all processes started in the block, and for theirs; this one gets its own after the block.
-
-    Args:
-        more: Further signals to block.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICES, *more))
+def notices_held_back() -> Iterator[None]:
+    """Block notices for all processes started in the block, and for theirs; this one gets its own after the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:
         yield
     finally:

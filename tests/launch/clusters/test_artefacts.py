@@ -60,7 +60,7 @@ def test_a_head_that_has_to_go_waits_until_the_run_is_saved(tmp_path: Path) -> N
     files, saved = tmp_path / job.name / "runs" / "jobs" / job.name, tmp_path / "saved"
     files.mkdir(parents=True)
     save = (
-        "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "try:\n    print(flush=True)\n    signal.pause()\n"
         f"except KeyboardInterrupt:\n    time.sleep(1)\n    pathlib.Path({str(saved)!r}).touch()"
     )

@@ -42,7 +42,7 @@ def tried(code: int, step: int = 0) -> Attempt:
     ("made", "allowed", "words"),
     [
         ([tried(0)], 1, "done after 1 attempt"),
-        ([Attempt(began=0, ended=1, code=130, step=4)], 5, "stopped and saved at step 4"),
+        ([Attempt(began=0, ended=1, code=130, step=4)], 5, "stopped at step 4"),
         ([tried(130, 4)], 5, "stopped at step 4: it broke"),
         ([tried(1, 3)], 1, "failed at step 3, attempt 1 of launch.max_attempts=1: it broke"),
         ([tried(1, 3), *[tried(1, 4)] * 3], 9, "failed 3 times at step 4: it broke"),
@@ -123,7 +123,7 @@ def test_a_job_that_is_started_once_more_goes_on_with_its_record(
 ) -> None:
     """As Slurm does after a requeue. Seen failing with GPU hours below zero, and with the old outcome in the status."""
     job = job_of(tmp_path, STEP + "echo '{}' > runs/run-1/summary.json", monkeypatch, words="launch.max_attempts=1")
-    Attempts(attempts=[Attempt(began=time.time() - 9)], state="stopped and saved at step 0", code=130).save(job)
+    Attempts(attempts=[Attempt(began=time.time() - 9)], state="stopped at step 0", code=130).save(job)
     assert supervise(job) == 0
     record = Attempts.read(job)
     assert [one.code for one in record.attempts] == [130, 0]
@@ -171,14 +171,21 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(
     assert supervise(job) == 130
     thread.join()
     assert (tmp_path / "saved").exists()
-    assert Attempts.read(job).status().words == "stopped and saved at step 0"
+    assert Attempts.read(job).status().words == "stopped at step 0"
 
 
-def test_a_notice_that_comes_twice_does_not_end_the_run_at_once() -> None:
-    """Slurm tells every process, and its script this one. Seen failing with each counted: the second cut the save."""
+def test_a_notice_that_comes_twice_does_not_end_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a second `--stop`; and Slurm tells every process, and its script this one.
+
+    Seen failing with each counted: the second cut the save; and with a `--stop` that was a Ctrl-C.
+    """
+    me = f"{os.getpid()}@{psutil.Process().create_time():.2f}@{os.uname().nodename}"
+    job = job_of(tmp_path, "true", monkeypatch).model_copy(update={"id": me})
     with catch_signals() as asked:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        Local().stop(job)
+        Local().stop(job)
         assert len(asked) == 1
         os.kill(os.getpid(), signal.SIGINT)
         assert len(asked) == 2

@@ -58,7 +58,7 @@ def test_kubernetes_is_given_the_manifest_and_asked_about_it(kubectl: Path) -> N
     state(kubectl)
     kind.stop(job)
     assert calls(kubectl)[-1] == (
-        "--namespace=default exec pod/head-1 -- sh -c kill -INT $(cat /shared/run-1/runs/jobs/run-1/pid)"
+        "--namespace=default exec pod/head-1 -- sh -c kill -TERM $(cat /shared/run-1/runs/jobs/run-1/pid)"
     )
     assert "ray.io/cluster=run-1-x,ray.io/node-type=head" in calls(kubectl)[-2]
     assert kind.logs(job) == "step 1\n"

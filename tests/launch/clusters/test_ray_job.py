@@ -114,7 +114,7 @@ def test_a_run_on_two_nodes_of_which_one_dies_is_resumed_and_stopped(cluster: Cl
         "jsecond (10.77.0.3) is unreachable from jhead (10.77.0.2): it, its link or its Ray is down" in first["cause"]
     )
     assert output.count("\njsecond (10.77.0.3): trainer/1\n") == 2
-    assert output.count(f"stopped and saved at step {second['step']}") == 1
+    assert output.count(f"stopped at step {second['step']}") == 1
     assert steps() == list(range(1, second["step"] + 1))
     assert (folder.path / f"checkpoints/step-{second['step']:06d}/meta.json").exists()
     assert (record.parent / "env.sh").stat().st_mode & 0o777 == 0o600
