@@ -13,9 +13,9 @@ import logging
 import os
 import re
 import shlex
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,7 +65,8 @@ _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", 
 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
     """Return the folder of a run: the one it continues in, its `run.dir`, or `runs/<recipe>-<time>`."""
-    default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # To the microsecond: runs of a sweep start in the same second.
+    default = Path("runs") / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     return Path(os.path.expanduser(run.resume or run.dir or default)).resolve()
 
 

@@ -13,9 +13,10 @@ from run_folders import new_run_folder, save_run
 
 from areal_lite.api import open_run
 from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.config.sections import RunConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import seal
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, run_path
 
 
 def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
@@ -72,6 +73,11 @@ def test_a_folder_of_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     assert new_run_folder(parse_config({"run": {"dir": "~/run"}})).path == tmp_path / "run"
     assert make_job(words="train arith_cpu run.dir=~/run").run_folder == tmp_path / "run"
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:
+    """Seen failing with one folder, and all runs of a sweep but one refused."""
+    assert len({run_path(RunConfig(), recipe_name="arith_cpu") for _ in range(9)}) == 9
 
 
 # --- rows ---
