@@ -63,7 +63,7 @@ class SoleWriter:
             take_over: Take it from a writer that still holds it, which then writes nothing more.
         """
         self._folder, self._path, self._take_over, self._say = folder, folder / "writer.json", take_over, say
-        self._before, self._stop = b"", threading.Event()
+        self._stop = threading.Event()
         me = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
         began = psutil.Process().create_time()
         self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
@@ -86,7 +86,6 @@ class SoleWriter:
                     f"{self._folder} is in use by {_named(_owner(found))}. Fix: wait until it ends, or end it; if you "
                     f"know that it is dead: areal-lite resume {shlex.quote(str(self._folder))} --take-over"
                 )
-            self._before = found
             file.truncate(0)
             file.write(self._mine)
             file.flush()
@@ -96,10 +95,6 @@ class SoleWriter:
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
         return self
-
-    def settle(self) -> None:
-        """Forget the previous writer's entry, which is restored if this one leaves without changing anything."""
-        self._before = b""
 
     def check(self) -> None:
         """Raise a `CheckpointError` if another process has taken the folder over."""
@@ -112,10 +107,7 @@ class SoleWriter:
         self._stop.set()
         self._heart.join()
         if self._lease()[1] == self._mine:
-            if self._before:
-                self._path.write_bytes(self._before)
-            else:
-                self._path.unlink()
+            self._path.unlink()
         self._files.close()
         if self._is_new:
             with contextlib.suppress(OSError):  # it holds something

@@ -89,7 +89,6 @@ def train(
         if warning := core_warning(config, num_cores=num_cores):
             warn(f"warning: {warning}")
         # Until here nothing in the folder has changed.
-        writer.settle()
         folder.guard = writer.check
         with writable("a run folder (run.dir)", path):
             if folder.checkpoint is not None:

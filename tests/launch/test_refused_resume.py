@@ -21,7 +21,6 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.run import train as train_module
 from areal_lite.launch.run.train import train
-from areal_lite.record import writer
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.writer import SoleWriter
 from areal_lite.wire import encode
@@ -68,7 +67,6 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_run(folder, 2, Path.mkdir, queue=queue_state)
     folder.append("metrics.jsonl", [{"step": step} for step in (1, 2, 3)])
     folder.append("events.jsonl", [{"time": 9e9}])
-    (folder.path / "writer.json").write_text("a lease")
 
     def no_room(config: Any, **_: Any) -> None:
         raise ConfigError(f"no room for {config.run.steps} steps")
@@ -77,7 +75,6 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(train_module, "ray_session", contextlib.nullcontext)
     monkeypatch.setattr(train_module, "places_for", no_room)
     monkeypatch.setattr(train_module.ray, "nodes", list)
-    monkeypatch.setattr(writer, "_SILENCE_S", 0.05)
     return tmp_path
 
 
@@ -110,9 +107,9 @@ def test_a_refused_resume_touches_nothing(
     """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing
     to do with the pace may not. Deadlines and limits of memory may, and what a path names may be in another folder.
 
-    Seen failing with the rows moved as soon as the recipe fits (no room, data), with the lease removed (all), with the
-    names not looked at, with every name allowed, with limits refused that a run's own error had advised to raise, and
-    with files refused that were moved.
+    Seen failing with the rows moved as soon as the recipe fits (no room, data), with the names not looked at, with
+    every name allowed, with limits refused that a run's own error had advised to raise, and with files refused that
+    were moved.
     """
     harm(stopped)
     before = contents(stopped / "run")
