@@ -78,7 +78,7 @@ class DrilledRun:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with self.log.open("a") as log:
             process = psutil.Popen(
-                [sys.executable, "-m", "areal_lite.launch.commands.main", *words],
+                [sys.executable, "-P", "-m", "areal_lite.launch.commands.main", *words],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         self._known.add(process)

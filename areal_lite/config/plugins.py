@@ -7,7 +7,7 @@ mechanism. A verifier may be a pydantic model, whose fields are then its argumen
 import hashlib
 import importlib
 import importlib.util
-import os.path
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,12 +108,13 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
     """
     location, attribute = split_name(name, kind=kind)
     try:
+        _search(os.getcwd())
         if not attribute:
             import cloudpickle
 
             return cloudpickle.loads(Path(location).read_bytes())  # type: ignore[no-any-return]
         module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-    except BaseException as error:  # user code runs here, sys.exit() included
+    except (Exception, SystemExit) as error:  # user code runs here
         raise PluginError(f"the {kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -159,13 +160,17 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
     return str(path)
 
 
+def _search(folder: str) -> None:
+    """Let modules in a folder be found; at the end, so that they cannot shadow a library."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _load_file(path: Path) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    # At the end, so that the file can import its neighbours but they cannot shadow a library.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    _search(str(path.parent))  # for its neighbours
     spec = importlib.util.spec_from_file_location(f"_plugin_{path.stem}", path)
     assert spec is not None  # true for any path that ends in .py
     assert spec.loader is not None

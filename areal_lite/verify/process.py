@@ -60,7 +60,7 @@ class VerifierProcess:
         options = self._settings.model_dump(include={"arguments", "memory_mb"}) | {"parent": os.getpid()}
         channel, theirs = socket.socketpair()
         reader, self._writer = await asyncio.open_unix_connection(sock=channel)
-        command = [sys.executable, "-m", "areal_lite.verify.child", function, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "areal_lite.verify.child", function, str(theirs.fileno())]
         command.append(json.dumps(options, default=str))
         with theirs:
             try:

@@ -133,9 +133,9 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
         settings["run.dir"] = str(folder)
     given = {word.partition("=")[0] for word in words}
     more = [override(key, value) for key, value in settings.items() if value is not None and key not in given]
-    command = [python_of(job), "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
+    command = [python_of(job), "-P", "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
     if joined is not None:
-        wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
+        wait = [python_of(job), "-P", "-m", "areal_lite.launch.clusters.joined"]
         names = shlex.quote(",".join(profile.env))
         command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", names, *command]
     return script(job, env=joined or env, command=command)

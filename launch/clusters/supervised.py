@@ -22,7 +22,7 @@ class Supervised(Kind):
 
     def submit(self, job: Job) -> str:
         """Start the supervisor, which outlives this terminal."""
-        command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
+        command = [sys.executable, "-P", "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
         # A signal that comes before the supervisor can handle it, waits until `catch_signals`.
         with job.log.open("ab") as log, notices_held_back():
             process = subprocess.Popen(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config.plugin_check import check_plugins
+from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
 
@@ -37,6 +38,13 @@ def problems(**sections: object) -> list[str]:
 def test_whatever_defines_a_name_counts(file: str, name: str) -> None:
     """What can be called, that is. Seen failing with functions alone."""
     assert problems(verifier={"function": f"{file}:{name}"}) == []
+
+
+def test_ctrl_c_during_an_import_is_no_error_of_the_plug_in(tmp_path: Path) -> None:
+    """Seen failing with a PluginError."""
+    (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        find_function(f"{tmp_path}/slow.py:verify", kind="verifier")
 
 
 def test_what_is_missing_is_named_with_its_remedy(file: str) -> None:

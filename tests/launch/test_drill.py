@@ -78,10 +78,10 @@ sys.exit(code)
 def run_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130, dies: str = "died"
 ) -> DrilledRun:
-    """Make a run whose command is the script; it stands for `python -m areal_lite.launch.commands.main`."""
+    """Make a run whose command is the script; it stands for `python -P -m areal_lite.launch.commands.main`."""
     script, command = folder / "script.py", folder / "command"
     script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)).replace("{DIES}", dies))
-    command.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')
+    command.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} {script} "$@"\n')
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(command))
     return DrilledRun(folder / "run", ["train"], seed=0)

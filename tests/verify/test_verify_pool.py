@@ -89,6 +89,14 @@ def test_a_failure_is_a_reason_never_a_reward_the_next_call_works_and_gauges_cou
     assert sum("no such unit" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_files_of_the_working_folder_do_not_shadow_a_library(tmp_path, monkeypatch):
+    """A module there is found all the same. Seen failing with a `token.py` in place of the library's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.py").write_text("raise RuntimeError")
+    (tmp_path / "my_scores.py").write_text("def half(*_):\n    return 0.5\n")
+    assert score(["x"], function="my_scores:half") == [Score(reward=0.5)]
+
+
 def test_prints_neither_block_nor_reach_the_channel(capfd):
     """Seen failing with the `os.dup2` loop of `_work` removed."""
     assert score(["flood", "right", "flood"], timeout_s=PATIENCE_S) == [Score(reward=1.0)] * 3

@@ -14,7 +14,7 @@ before=$(saved)
 trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
 trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
 trap 'asked=${asked/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
-{{ python }} -m areal_lite.launch.clusters.attempts {{ job.record | quote }} &
+{{ python }} -P -m areal_lite.launch.clusters.attempts {{ job.record | quote }} &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
 while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done

@@ -4,7 +4,7 @@ address=$({{ python }} -c {{ look_up | quote }}) || exit 1
 echo "areal-lite address $address"
 {% endblock %}
 {% block command %}
-{{ python }} -m areal_lite.launch.clusters.ray_nodes start
+{{ python }} -P -m areal_lite.launch.clusters.ray_nodes start
 {%- if head %} --address={{ head }}{% else %} --head --include-dashboard=false{% endif %}
  --block --disable-usage-stats --node-ip-address="$address"
 {%- set names = [

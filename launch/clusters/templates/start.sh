@@ -9,4 +9,4 @@ python -c "import areal_lite.launch.clusters" || {
     echo "ConfigError: areal-lite must be installed on $HOSTNAME, got none in $(command -v python || echo 'no python'). Fix: activate its environment with enter in the profile, or install it there from a clone (pip install CLONE)" >&2
     exit 1
 }
-exec python -m areal_lite.launch.clusters.attempts {{ job.record | quote }}
+exec python -P -m areal_lite.launch.clusters.attempts {{ job.record | quote }}

@@ -247,7 +247,10 @@ def test_a_command_on_a_ray_cluster_waits_for_its_nodes(monkeypatch: pytest.Monk
     """With a list in the place of Ray's. Seen failing with a node that has lost its power, and is counted."""
     ray = {"address": "head:6379"}
     said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1)
-    assert "exec python -m areal_lite.launch.clusters.joined 4 300 HF_HUB_OFFLINE python -m areal_lite.launch" in said
+    assert (
+        "exec python -P -m areal_lite.launch.clusters.joined 4 300 HF_HUB_OFFLINE python -P -m areal_lite.launch"
+        in said
+    )
     up, down = socket.create_server(("127.0.0.1", 0)), socket.socket()
     down.bind(("127.0.0.1", 0))
     node = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": up.getsockname()[1]}

@@ -87,7 +87,7 @@ def test_its_script_is_the_shared_one_with_its_own_lines(folder: Path, capsys: p
     assert launch("Pbs: {queue: h200}", "--dry-run", "--name", "tried", "train", "arith_cpu") == 0
     text = capsys.readouterr().out
     assert "#!/bin/bash\n#PBS -N tried\n#PBS -q h200\n" in text
-    assert f"-m areal_lite.launch.clusters.attempts {folder}/runs/jobs/tried.json &" in text
+    assert f"-P -m areal_lite.launch.clusters.attempts {folder}/runs/jobs/tried.json &" in text
     assert "back into the queue" not in text
     assert launch("Pbs: {que: h200}", "--dry-run", "train", "arith_cpu") == 1
     assert "unknown key Pbs.que; did you mean Pbs.queue?" in capsys.readouterr().err

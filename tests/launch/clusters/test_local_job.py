@@ -16,8 +16,10 @@ def test_a_job_that_fails_returns_its_code_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The supervisor and the command are real processes. Seen failing with `_follow` returning 0 for any end,
-    with the last line printed twice, and with a job that "saves and ends" although it had ended."""
+    with the last line printed twice, with a job that "saves and ends" although it had ended, and with the user's
+    `token.py` in place of the library's."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.py").write_text("raise RuntimeError")
     assert cli.main(["launch", "--name", "mine", "eval", "no_such_model", "--recipe", "arith_cpu"]) == 1
     out = capsys.readouterr().out
     assert "no_such_model, which has no config.json" in out
