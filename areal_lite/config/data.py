@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import HERE, Refers, Section
+from areal_lite.config.section import HERE, JsonArguments, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
 Split = Literal["train", "eval"]
@@ -79,7 +79,7 @@ class RowsConfig(Section):
 class SourceConfig(RowsConfig):
     """One source of prompts."""
 
-    arguments: dict[str, Any] = {}
+    arguments: JsonArguments = {}
     """arguments of the function that source names, e.g. {seed: 1}"""
     prompt_column: str = "question"
     """column with the prompt"""

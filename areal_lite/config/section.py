@@ -1,10 +1,11 @@
 """The base of a recipe's sections: typed settings, marks of what they refer to, and checks beside them."""
 
+import json
 from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from areal_lite.errors import ConfigError
 
@@ -32,6 +33,22 @@ class Refers(Enum):
 ModelFolder = Annotated[str, Refers.MODEL]
 OwnName = Annotated[str, Field(pattern="^[^:]+$")]
 """Of a recipe, for rows to choose: with a colon it would be code."""
+
+
+def _unchanged_by_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Verifier processes and resumed runs read them from JSON, which turns the key 1 into "1"."""
+    try:
+        is_same = json.loads(json.dumps(values, allow_nan=False)) == values
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        to_do = "quote keys that are numbers or yes and no, and convert other objects"
+        raise ValueError(f"{HERE} must hold what JSON can (texts as keys, lists), got {values!r:.200}: {to_do}")
+    return values
+
+
+JsonArguments = Annotated[dict[str, Any], AfterValidator(_unchanged_by_json)]
+"""Keyword arguments of a function."""
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True):

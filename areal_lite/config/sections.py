@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import HERE, ModelFolder, OwnName, Refers, Section
+from areal_lite.config.section import HERE, JsonArguments, ModelFolder, OwnName, Refers, Section
 from areal_lite.network import port_range
 from areal_lite.node import bfloat16_instructions
 
@@ -144,7 +144,7 @@ class ModelConfig(Section):
     compute_dtype: Annotated[Literal["auto", "native", "float32", "bfloat16"], AfterValidator(_without_native)] = "auto"
     """dtype of the trainer's matrix products and of the engine; auto = float32 on cpu, bfloat16 on cuda; native =
     bfloat16 also on a CPU that has instructions for it"""
-    chat_arguments: dict[str, Any] = {}
+    chat_arguments: JsonArguments = {}
     """arguments of the model's chat template, e.g. {enable_thinking: false}"""
     warm_start: WarmStartConfig = WarmStartConfig()
 
@@ -159,7 +159,7 @@ class WorkflowConfig(Section):
 
     function: str
     """a known name, module:function or path.py:function, see docs/workflows.md"""
-    arguments: dict[str, Any] = {}
+    arguments: JsonArguments = {}
     """keyword arguments of every episode"""
 
 
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
     """maximum completion tokens, including an environment's replies"""
     workflow: str = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
-    workflow_arguments: dict[str, Any] = {}
+    workflow_arguments: JsonArguments = {}
     """keyword arguments of every episode of workflow"""
     workflows: dict[OwnName, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
@@ -216,7 +216,7 @@ class RolloutConfig(Section):
     """key-value cache of one engine in MiB (cpu)"""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
     """share of a GPU's memory that an engine may use (cuda)"""
-    engine_arguments: dict[str, Any] = {}
+    engine_arguments: JsonArguments = {}
     """further AsyncEngineArgs of vLLM, such as quantization: fp8; see docs/models.md"""
     replay_routes: bool = False
     """the trainer sends each token to the experts that the engine chose for it, see docs/models.md (cuda)"""

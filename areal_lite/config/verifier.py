@@ -1,12 +1,12 @@
 """The sections `verifier` and `reward_watch`: how completions are scored."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import HERE, OwnName, Refers, Section
+from areal_lite.config.section import HERE, JsonArguments, OwnName, Refers, Section
 
 
 class VerifierSettings(Section):
@@ -14,7 +14,7 @@ class VerifierSettings(Section):
 
     function: str
     """a known name, module:function or path.py:function, see docs/verifiers.md"""
-    arguments: Annotated[dict[str, Any], Refers.ARGUMENTS] = {}
+    arguments: Annotated[JsonArguments, Refers.ARGUMENTS] = {}
     """keyword arguments of every call, e.g. {model: runs/rm}"""
     timeout_s: float = Field(5.0, gt=0)
     """hard deadline in seconds for one call; for a batch, per completion"""

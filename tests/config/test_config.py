@@ -280,13 +280,19 @@ COMBINATIONS = [
         ["replay_routes=True is not read with", "false"],
     ),
     ({"rollout": {"server_key_env": "KEY"}}, ["rollout.server_key_env=KEY is not read without rollout.servers"]),
+    (
+        {"rollout": {"workflow_arguments": {"points": {1: 0.5}}}},
+        ["rollout.workflow_arguments", "{1: 0.5}", "quote keys"],
+    ),
+    ({"verifier": {"arguments": {"words": {"a"}}}}, ["verifier.arguments must hold what JSON can", "{'a'}", "convert"]),
     ({**IPC, "rollout": {"workers": 2}}, ["one GPU of a rank, got", "rollout.workers=2 and trainer.ranks=1", "raise"]),
 ]
 
 
 @pytest.mark.parametrize(("raw", "words"), COMBINATIONS, ids=lambda item: item[0] if isinstance(item, list) else None)
 def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, Any], words: list[str]) -> None:
-    """Seen failing, one by one, with each check taken out of its section, and with an empty name taken for none."""
+    """Seen failing, one by one, with each check taken out of its section, with an empty name taken for none, and with
+    number keys that verifiers got as texts."""
     assert_refused(raw, words)
 
 
