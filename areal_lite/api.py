@@ -67,9 +67,11 @@ def _with_names(value: Any, key: str = "") -> Any:
     from areal_lite.config.plugins import reference_to
 
     if isinstance(value, Mapping):
-        return {name: _with_names(item, name) for name, item in value.items()}
+        return {_with_names(name): _with_names(item, str(name)) for name, item in value.items()}
     if key.rpartition(".")[2] in ("path", "eval_path") and isinstance(value, list | tuple):
         return _write_rows(value, key)
+    if isinstance(value, list | tuple):
+        return [_with_names(item) for item in value]
     return reference_to(value, _CACHE / "functions") if callable(value) else value
 
 

@@ -15,6 +15,8 @@ from areal_lite.config.plugins import find_function
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.run_files import read_rows
+from areal_lite.rollout.runner import load_workflows
+from areal_lite.rollout.vllm_engine import check_engine_arguments
 
 
 def test_importing_it_is_light() -> None:
@@ -66,6 +68,23 @@ def test_a_function_of_python_itself_has_a_name_too_however_deep_it_is_set(
     )
     for verifier in (recipe.verifier, recipe.verifier.named["mine"]):
         assert find_function(verifier.function, kind="verifier") is function
+
+
+def test_functions_in_lists_and_as_keys_get_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with an AttributeError, and with lambdas refused where a name without a colon was a library's."""
+    monkeypatch.chdir(tmp_path)
+
+    def add(a: int) -> int:
+        return a + 1
+
+    tools = {"workflow": "tools", "workflow_arguments": {"functions": [add]}, "tool_parser": add}
+    recipe: Any = areal_lite.load_recipe({"verifier": {"function": {add: 1.0, len: 0.5}}, "rollout": tools})
+    first, second = recipe.verifier.weights
+    assert find_function(first, kind="verifier")(1) == 2
+    assert find_function(second, kind="verifier") is len
+    assert recipe.rollout.workflow_arguments["functions"] == [first]
+    check_engine_arguments(recipe)
+    assert load_workflows(recipe)
 
 
 def test_rows_in_memory_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

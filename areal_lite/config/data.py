@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_lite.config.plugins import known_names, name_problems
+from areal_lite.config.plugins import known_names, name_problems, without_digests
 from areal_lite.config.section import HERE, JsonArguments, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
@@ -147,7 +147,7 @@ class DataConfig(SourceConfig):
     @property
     def sources(self) -> Mapping[str, SourceConfig]:
         """The sources by name, with which their prompts' ids begin: no slash; one alone is named after its kind."""
-        return self.mix or {Path(self.source).name.rpartition(":")[2]: self}
+        return self.mix or {without_digests(Path(self.source).name.rpartition(":")[2]): self}
 
     @property
     def chosen_verifiers(self) -> set[str]:

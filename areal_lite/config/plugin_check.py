@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from areal_lite.config.plugins import PICKLE, arguments_model, known_names
+from areal_lite.config.plugins import arguments_model, is_own_code, known_names
 from areal_lite.config.reading import explained
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError
@@ -57,7 +57,7 @@ def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str
     own = [
         (key, name, kind)
         for key, name, kind in named
-        if isinstance(name, str) and (":" in name or name.endswith(PICKLE) or kind == "reward function")
+        if isinstance(name, str) and (is_own_code(name) or kind == "reward function")
     ]
     kinds = ("workflow", "loss function", "advantage function")
     is_plain = all(name in (None, "single_turn") for _, name, kind in named if kind in kinds)

@@ -33,6 +33,7 @@ PLUGIN_GROUPS = {
 """Kinds of functions, and the entry-point group of each."""
 PICKLE = ".pkl"
 """Suffix of a function that was pickled to a file."""
+_DIGEST = re.compile(rf"-[0-9a-f]{{8}}(?={PICKLE})")
 
 
 def known_names(kind: str) -> list[str]:
@@ -62,6 +63,11 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
         + (f", or is one of {', '.join(known)} (a new one in pyproject.toml: after `make setup`)" if known else "")
         + f"; got {name!r}{suggestion(name, [*known, *with_a_colon(name)])}"
     )
+
+
+def is_own_code(name: str) -> bool:
+    """Whether a name is of a user's function, by its form: it has a colon, or is a path from `reference_to`."""
+    return ":" in name or name.endswith(PICKLE)
 
 
 def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
@@ -100,8 +106,13 @@ def plugin_files(value: Any) -> Iterator[str]:
         yield path
 
 
-def find_function(name: str, *, kind: str) -> Callable[..., Any]:
-    """Import what a name, as for `split_name`, names; a path is taken from the working folder.
+def find_function(name: str, *, kind: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+    """Import what a name, as for `split_name`, names; a path is taken from the working folder, a module from there too.
+
+    Args:
+        name: What a recipe has.
+        kind: For messages, and for the entry points of that kind.
+        modules: Files loaded before, which are not loaded again: their functions share one state. Files are added.
 
     Raises:
         PluginError: The name is wrong, or what it names cannot be imported or called; user code may have raised.
@@ -113,7 +124,10 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
             import cloudpickle
 
             return cloudpickle.loads(Path(location).read_bytes())  # type: ignore[no-any-return]
-        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+        if location.endswith(".py"):
+            module = _load_file(Path(location).absolute(), {} if modules is None else modules)
+        else:
+            module = importlib.import_module(location)
     except (Exception, SystemExit) as error:  # user code runs here
         raise PluginError(f"the {kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
@@ -160,14 +174,25 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
     return str(path)
 
 
+def without_digests(text: str) -> str:
+    """Remove what tells two contents of one pickled function apart: another process may pickle the same code anew.
+
+    Example:
+        >>> without_digests("functions/reward-0a1b2c3d.pkl")
+        'functions/reward.pkl'
+    """
+    return _DIGEST.sub("", text)
+
+
 def _search(folder: str) -> None:
     """Let modules in a folder be found; at the end, so that they cannot shadow a library."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.absolute()
+def _load_file(path: Path, modules: dict[Path, ModuleType]) -> ModuleType:
+    if path in modules:
+        return modules[path]
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     _search(str(path.parent))  # for its neighbours
@@ -177,4 +202,5 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    modules[path] = module
     return module

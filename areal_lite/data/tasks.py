@@ -1,5 +1,6 @@
 """Tasks before they are tokenised, made of rows."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any
 from areal_lite.config.data import REFERENCES, RESERVED_COLUMNS
 from areal_lite.data.encode import chat_messages
 from areal_lite.errors import WireError
-from areal_lite.wire import encode
+from areal_lite.wire import decode, encode
 
 _OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
 """Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""
@@ -78,12 +79,15 @@ def make_task(
         others[REFERENCES] = references
     for name, value in {prompt_column: prompt, answer_column: references, **others}.items():  # now, not amid a run
         try:
-            encode({name: value})
-        except WireError as error:
+            kept = decode(encode({name: value}))[name]
+            json.dumps(kept)  # neither bytes nor arrays: samples.jsonl could not hold them
+        except (WireError, TypeError) as error:
             raise ValueError(
                 f"column {name!r} holds what cannot travel between processes, {value!r:.60} "
                 f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
             ) from error
+        if name in others:
+            others[name] = kept  # a number of numpy's is one of Python's, wherever the row is used
     return Task(
         origin=origin, prompt=text, messages=messages, answer=references[0], row=others, demonstration=demonstration
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_lite.config.offline import OfflineConfig, parse_saved_config
+from areal_lite.config.plugins import without_digests
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig, without_env_values
 from areal_lite.config.verifier import VerifierSettings
@@ -173,7 +174,7 @@ class RunFolder:
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
                 f"command: {saved.command}"
             )
-        found = differences([recipe.model_dump(exclude={"reward_watch"}) for recipe in (saved, config)])
+        found = differences([_identity(saved), _identity(config)])
         moved = {key for key, (was, now) in found.items() if _without_folders(was) == _without_folders(now)}
         free = _FREE_ON_RESUME | (_CHANGEABLE | moved).intersection(named)
         changes = ((key, *values) for key, values in found.items() if _NAMED_VERIFIER.sub("verifier", key) not in free)
@@ -322,6 +323,11 @@ class RunFolder:
             orphaned.unlink()
         if broken:
             say(f"{path}: left out what cannot be read: line {', '.join(map(str, broken))}")
+
+
+def _identity(config: Config | OfflineConfig) -> Row:
+    """Return a recipe whose functions are their names alone: the code of path.py:function is not compared either."""
+    return json.loads(without_digests(config.model_dump_json(exclude={"reward_watch"})))  # type: ignore[no-any-return]
 
 
 def _settings_in(line: bytes) -> Row:

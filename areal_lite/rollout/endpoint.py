@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.config.plugins import is_own_code
 from areal_lite.config.sections import RolloutConfig
 from areal_lite.network import LOOPBACK
 from areal_lite.rollout.api_fields import FIELDS, Refusal
@@ -352,7 +353,7 @@ class Endpoint:
         tool_parser, reasoning_parser = self._rollout.tool_parser, self._rollout.reasoning_parser
         if tool_parser is None and reasoning_parser is None:
             return None
-        if tool_parser and ":" in tool_parser:
+        if tool_parser and is_own_code(tool_parser):
             return functools.partial(_parse_with, named(tool_parser, kind="tool parser"))
         from vllm.parser.parser_manager import ParserManager
 

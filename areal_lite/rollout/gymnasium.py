@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from areal_lite.config.data import Split
+from areal_lite.config.plugins import PICKLE
 from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
 from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
 from areal_lite.types import Score
@@ -32,7 +33,7 @@ def rows(
 
 def _maker(*, env: str, arguments: Mapping[str, Any] | None = None, **limits: Any) -> Callable[..., Any]:
     check_limits(**limits)
-    if ":" in env and env.rpartition(":")[2].isidentifier():
+    if env.endswith(PICKLE) or (":" in env and env.rpartition(":")[2].isidentifier()):
         return named(env, kind="environment")
     import gymnasium
 

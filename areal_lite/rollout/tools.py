@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_lite.config.plugins import PICKLE
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
 
@@ -34,7 +35,8 @@ def _find_functions(*, functions: Sequence[str], max_characters: int = 2000, **l
     check_limits(**limits)
     if isinstance(functions, str) or not functions:
         raise ValueError(f"functions must be a list of names, module:function or path.py:function, got {functions!r}")
-    found = {name.rpartition(":")[2]: named(name, kind="tool") for name in functions}
+    own = {name: named(name, kind="tool") for name in functions}
+    found = {each.__name__ if name.endswith(PICKLE) else name.rpartition(":")[2]: each for name, each in own.items()}
     if len(found) < len(functions):
         raise ValueError(f"functions must have different names, as the model calls them by name; got {list(functions)}")
     return found

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+from areal_lite.config.plugins import is_own_code
 from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RolloutConfig
@@ -291,7 +292,7 @@ def _route_mistakes(config: Config) -> Iterable[str]:
 
 def _parser_mistakes(rollout: RolloutConfig) -> Iterable[str]:
     tool_parser = rollout.tool_parser
-    if tool_parser is not None and ":" in tool_parser:
+    if tool_parser is not None and is_own_code(tool_parser):
         tool_parser = None  # a function, which is checked with the recipe's others
     if tool_parser is None and rollout.reasoning_parser is None:
         return

@@ -10,6 +10,8 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areal_lite.config.plugins import find_function
@@ -20,8 +22,19 @@ from areal_lite.verify.result import F, marked
 Step = Callable[[list[dict[str, str]], Mapping[str, Any]], Any]
 """An environment: `step(messages, row) -> (reply, done)`, sync or async."""
 
-named = functools.cache(find_function)
-"""`find_function`, once per name: an episode must not load its environment's file again."""
+_modules: dict[Path, ModuleType] = {}
+
+
+@functools.cache
+def named(name: str, *, kind: str) -> Callable[..., Any]:
+    """Return what `find_function` does, once per name and file: tools of one file share its state."""
+    return find_function(name, kind=kind, modules=_modules)
+
+
+def forget_named() -> None:
+    """Load files again: one process may serve several runs, and the user may have changed a file in between."""
+    named.cache_clear()
+    _modules.clear()
 
 
 def checked_by(check: Callable[..., object]) -> Callable[[F], F]:

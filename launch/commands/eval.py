@@ -117,7 +117,11 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
     # An `eval_function` scores every row, whatever verifier its source names.
     also = config.data.chosen_verifiers if config.verifier.eval_function is None else ()
     verifiers = VerifierSet(
-        config.verifier, watch=config.reward_watch, also=also, start_timeout_s=config.run.start_timeout_s
+        config.verifier,
+        watch=config.reward_watch,
+        also=also,
+        start_timeout_s=config.run.start_timeout_s,
+        environment=config.run.given_env,
     )
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(verifiers.close)

@@ -159,8 +159,12 @@ async def score_all(
         VerifierError: A verifier cannot be started, or fails too often.
     """
     settings = config.verifier
-    also, start_timeout_s = config.data.chosen_verifiers, config.run.start_timeout_s
-    verifiers = VerifierSet(settings, also=also, start_timeout_s=start_timeout_s)
+    verifiers = VerifierSet(
+        settings,
+        also=config.data.chosen_verifiers,
+        start_timeout_s=config.run.start_timeout_s,
+        environment=config.run.given_env,
+    )
     room = asyncio.Semaphore(settings.processes * settings.concurrency + _IN_FLIGHT)
 
     async def score(case: Case) -> None:

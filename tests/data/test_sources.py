@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from source_builders import ROWS, load, load_one, recipe, source_of, write_jsonl, write_parquet
 
@@ -15,6 +16,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.largest import largest
 from areal_lite.data.prompts import load_sources
+from areal_lite.data.tasks import make_task
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.launch.commands import eval as eval_command
@@ -159,11 +161,21 @@ def test_a_column_named_like_a_verifiers_argument_is_refused(name: str, tmp_path
     assert load_one(source_of(path, columns={"mine": name}))[0].row["mine"] == "x"
 
 
-def test_what_cannot_travel_names_its_column_and_row(tmp_path: Path) -> None:
-    """Dates of a table are no plain values. Seen failing without the check, which left it to the first message."""
-    path = write_parquet(tmp_path / "rows.parquet", [{**ROWS[0], "day": datetime.date(2024, 2, 29)}])
-    with pytest.raises(DataError, match=r"first is row 0: column 'day' holds what cannot travel .*datetime\.date"):
+@pytest.mark.parametrize("value", [datetime.date(2024, 2, 29), b"image"])
+def test_what_cannot_travel_names_its_column_and_row(value: Any, tmp_path: Path) -> None:
+    """Dates of a table are no plain values. Seen failing without the check, which left it to the first message or, of
+    bytes, to samples.jsonl."""
+    path = write_parquet(tmp_path / "rows.parquet", [{**ROWS[0], "other": value}])
+    named = type(value).__name__
+    with pytest.raises(DataError, match=rf"first is row 0: column 'other' holds what cannot travel .*{named}"):
         load_one(source_of(path))
+
+
+def test_numbers_of_numpy_are_plain_numbers_in_a_row() -> None:
+    """Seen failing with an evaluation, whose rows are pickled, in which msgpack refused np.int64."""
+    row = {"question": "q", "answer": "a", "level": np.int64(3)}
+    task = make_task(row, origin="here", prompt_column="question", answer_column="answer")
+    assert type(task.row["level"]) is int
 
 
 def test_an_empty_cell_of_a_column_with_a_meaning_is_none(tmp_path: Path) -> None:

@@ -30,6 +30,17 @@ def resumed(tmp_path: Path, *, run: dict[str, Any] | None = None, **sections: di
     return folder
 
 
+def test_a_pickled_function_is_the_same_whatever_its_digest(tmp_path: Path) -> None:
+    """Seen failing: the same code in another kernel was another recipe."""
+    names = [f"functions/mine-{digest}.pkl" for digest in ("01234567", "89abcdef")]
+    first, again = (make_config(tmp_path, verifier={"function": name}, data={"source": name}) for name in names)
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(first)
+    save_run(folder, 1, Path.mkdir)
+    resumed(tmp_path, verifier={"function": names[1]}, data={"source": names[1]})
+    assert first.data.sources.keys() == again.data.sources.keys()
+
+
 def checkpoint(folder: RunFolder, step: int, *, save: Callable[[Path], object] = Path.mkdir, keep: int = 2) -> Path:
     return save_run(folder, step, save, queue=b"q", keep=keep)
 

@@ -104,15 +104,15 @@ def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: p
 
 
 def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Path) -> None:
-    """Rows 0 and 1: 1 * exact + 0.5 * last_number = 1.5 and 0.5. Row 2 chooses the named `half`: 3 / 2.
+    """Rows 0 and 1: 1 * exact + 0.5 * last_number = 1.5 and 0.5. Row 2 chooses the named `half`: 3 / 2 + 1.
 
-    Seen failing with the column verifier left out, as it is for a single verifier, and with question and answer as the
-    only names of columns.
+    Seen failing with `run.env` for a run's processes alone, with the column verifier left out, as it is for a single
+    verifier, and with question and answer as the only names of columns.
     """
     verifier = {"function": {"exact": 1.0, "last_number": 0.5}, "named": {"half": {"function": MOODY}}}
     recipe, file = tmp_path / "recipe.yaml", tmp_path / "d.jsonl"
     data = {"source": "jsonl", "path": str(file), "prompt_column": "problem", "answer_column": "truth"}
-    recipe.write_text(yaml.safe_dump({"data": data, "verifier": verifier}))
+    recipe.write_text(yaml.safe_dump({"data": data, "verifier": verifier, "run": {"env": {"TRIED_BONUS": "1"}}}))
     rows = [{"problem": "p", "truth": "7"}, {"problem": "p", "truth": "7"}]
     write_lines(file, *rows, {"problem": "p", "truth": "9", "verifier": "half"})
     completions = write_lines(tmp_path / "c.jsonl", *({"completion": text} for text in ("7", "so 7", "3")))
@@ -120,7 +120,7 @@ def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Pat
     words = ["verify", recipe, "--data", file, "--completions", completions, "--json", out]
     assert cli.main(list(map(str, words))) == 0
     report = json.loads(out.read_text())
-    assert [row["reward"] for row in report["results"]] == [1.5, 0.5, 1.5]
+    assert [row["reward"] for row in report["results"]] == [1.5, 0.5, 2.5]
     assert report["parts"]["exact"] == 0.5
     assert set(report["verifiers"]) == {"exact", "last_number", "half"}
     # A verifier alone scores every row, whatever it says.
