@@ -92,7 +92,7 @@ def test_too_few_possible_problems_is_an_error(split):
 def test_final_number(text, number):
     """Seen failing with the minus sign U+2212 and the en dash not read as signs.
 
-    The last five were seen failing with what follows the answer, thoughts and LaTeX's powers read.
+    Four of the last five were seen failing with what follows the answer, thoughts and powers read.
     """
     assert final_number(text) == (None if number is None else Decimal(number))
 

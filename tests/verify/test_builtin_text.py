@@ -127,7 +127,7 @@ def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | No
 
     Seen failing with every mention of an option taken for a statement, with mentions put on a par with statements, with
     the first one taken, and without "is correct"; the last five with thoughts and tags not read. Seen failing with "is"
-    alone read, and with the first of "A or B".
+    alone read, with the first of "A or B", and with "I think" taken for choice I.
     """
     scores = {choice: multiple_choice(choices=4)("p", completion, choice) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
