@@ -8,7 +8,7 @@ from areal_lite.config.data import is_hub_id
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.plugins import plugin_files
 from areal_lite.config.presets import expand_preset
-from areal_lite.config.reading import read_recipe, recipe_folder
+from areal_lite.config.reading import override, read_recipe, recipe_folder
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import BUILT_IN, COMMANDS
 from areal_lite.errors import ConfigError
@@ -42,6 +42,13 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
     if command in COMMANDS.values():  # they have no options: they would refuse what is no override
         return command, named[0], rest[1:]
     return command, named[0], [word for word in rest if is_override(word) and not word.startswith("-")]
+
+
+def with_run_folder(job: Job) -> Job:
+    """Return the job with `run.dir` and `run.resume` of the recipe's file among its words."""
+    run = load_any_config(*recipe_of(job.words)[1:]).run
+    named = [override(key, path) for key, path in (("run.dir", run.dir), ("run.resume", run.resume)) if path]
+    return job.model_copy(update={"words": [*job.words, *(word for word in named if word not in job.words)]})
 
 
 def problems(job: Job) -> Iterator[str]:

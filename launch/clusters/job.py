@@ -82,9 +82,9 @@ class Job(Section):
         """Where the run is written; None for commands without one: they start over, or skip what was measured."""
         if self.words[0] not in COMMANDS.values():
             return None
-        named = [parse_override(word)[1] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
-        given = [os.path.expanduser(str(path)) for path in named if path is not None]
-        return Path(self.folder) / (given[-1] if given else Path("runs") / self.name)
+        named = dict(parse_override(word) for word in self.words if word.startswith(("run.dir=", "run.resume=")))
+        path = named.get("run.resume") or named.get("run.dir") or Path("runs") / self.name
+        return Path(self.folder) / os.path.expanduser(str(path))
 
     def without_values(self) -> "Job":
         """Return it with the names of its environment alone, as it is recorded, printed and shipped."""

@@ -64,12 +64,12 @@ def launch(
 def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
     """Check a job, submit it, show its output, and return its exit code; a `ConfigError` where it does not fit."""
     from areal_lite.launch.clusters.attempts import attempt_scripts
-    from areal_lite.launch.clusters.fit import node_problems, problems, shipped
+    from areal_lite.launch.clusters.fit import node_problems, problems, shipped, with_run_folder
     from areal_lite.launch.clusters.remote import bash_problems
 
     kind = find_kind(job.kind)
     secrets = kind.secrets(job)
-    job = job.without_values()
+    job = with_run_folder(job.without_values())
     found, artefacts = [*problems(job), *(kind.check(job) or node_problems(job))], kind.artefacts(job)
     scripts = attempt_scripts(shipped(job, ".")[0] if job.ships else job)
     found += bash_problems({**artefacts, **scripts})

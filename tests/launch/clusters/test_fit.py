@@ -1,6 +1,7 @@
 """Recipe against profile: what does not fit is found before anything is asked of a cluster."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from pydantic import ValidationError
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.fit import own_files, problems, recipe_of
+from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.commands import main as cli
+from areal_lite.launch.commands.launch import run_job
 
 GPU = "run.device=cuda weights.transport=nccl"
 
@@ -54,6 +57,25 @@ def test_a_run_folder_that_holds_a_run(tmp_path: Path) -> None:
     assert found.startswith(f"the run folder must be a new one, got {folder}, which holds a run: choose another --name")
     words = f"train arith_cpu run.resume={folder}"
     assert list(problems(make_job("local", words, folder=str(tmp_path), profile=local))) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "folder"),
+    [("", "old"), ("run.resume=mine", "mine"), ("run.dir=mine", "old"), ("run.resume=null", "new")],
+)
+def test_a_recipe_may_name_its_run_folder(
+    typed: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `train` takes it: `run.resume` comes first. Seen failing with `runs/JOB` in place of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("run: {dir: new, resume: old}")
+    job = make_job("local", f"train own.yaml {typed}", folder=str(tmp_path), profile=Profile())
+    assert run_job(job, dry_run=True) == 0
+    words = shlex.split(next(line for line in capsys.readouterr().out.splitlines() if "own.yaml" in line))
+    assert "run.dir=runs/run-1" not in " ".join(words)
+    assert (
+        job.model_copy(update={"words": ["train", *words[words.index("own.yaml") :]]}).run_folder == tmp_path / folder
+    )
 
 
 def test_a_job_that_ships_its_files_needs_them_below(tmp_path: Path) -> None:
