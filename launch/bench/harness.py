@@ -33,6 +33,7 @@ from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_files import read_summary, write_whole
 from areal_lite.record.run_folder import RunFolder, differences
+from areal_lite.record.writer import SoleWriter
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,8 @@ def run_all(
     for number, run in enumerate(waiting):
         folder, setting = out / run.name, begins[run.name]
         if setting == "dir" and (folder / "config.json").is_file():  # of a run that cannot be resumed
-            shutil.rmtree(folder)
+            with SoleWriter(folder, say=say):
+                shutil.rmtree(folder)
         steps_left = sum(other.config.run.steps for other in waiting[number:])
         left_s = (time.monotonic() - began) / steps_done * steps_left if steps_done else 0
         pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""

@@ -13,11 +13,12 @@ import pytest
 
 from areal_lite.config.presets import PRESETS
 from areal_lite.config.recipe import Config, load_config
-from areal_lite.errors import ArealLiteError, ConfigError, StallError
+from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError, StallError
 from areal_lite.launch.bench.harness import PlannedRun, run_all, where_it_begins
 from areal_lite.launch.bench.plan import Plan, choose, collect_results, load_plan, planned_runs, shipped_plans
 from areal_lite.record.columns import cells, spread
 from areal_lite.record.paths import with_absolute_paths
+from areal_lite.record.writer import SoleWriter
 
 STEPS = 4
 
@@ -187,6 +188,14 @@ def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_restarted(tmp_pa
     training.calls.clear()
     assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "resume b"]
+
+
+def test_the_folder_of_a_run_that_another_command_trains_is_left_alone(tmp_path: Path) -> None:
+    """Seen failing with `bench plan` typed again, which deleted it."""
+    bench(three_runs(), tmp_path, FakeTraining({"a": StallError("x")}))
+    with SoleWriter(tmp_path / "a"), pytest.raises(CheckpointError, match="is in use by process"):
+        bench(three_runs(), tmp_path, FakeTraining())
+    assert (tmp_path / "a" / "old").exists()
 
 
 def test_a_folder_of_other_settings_is_refused_before_anything_starts(tmp_path: Path) -> None:
