@@ -78,7 +78,7 @@ class SoleWriter:
             is_there = False
             while not is_there:  # the file may be removed between opening and locking it
                 file = self._file = files.enter_context(self._path.open("a+b"))
-                is_free, (_, found) = _flock(file.fileno()), self._lease()
+                is_free, (_, found) = _flock(file.fileno()), read_lease(self._path)
                 is_ours = is_free and (not found or self._is_gone(_owner(found)))
                 is_there = os.fstat(file.fileno()).st_nlink > 0
             if not is_ours:
@@ -98,7 +98,7 @@ class SoleWriter:
 
     def check(self) -> None:
         """Raise a `CheckpointError` if another process has taken the folder over."""
-        if (found := self._lease()[1]) != self._mine:
+        if (found := read_lease(self._path)[1]) != self._mine:
             raise CheckpointError(
                 f"{self._folder} was taken over by {_named(_owner(found))}: this process writes nothing more there"
             )
@@ -106,7 +106,7 @@ class SoleWriter:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._heart.join()
-        if self._lease()[1] == self._mine:
+        if read_lease(self._path)[1] == self._mine:
             self._path.unlink()
         self._files.close()
         if self._is_new:
@@ -117,10 +117,10 @@ class SoleWriter:
         if owner.get("machine") == _machine():
             return find_process(owner["pid"], owner["began"]) is None
         self._say(f"waiting {_SILENCE_S:g} s for a heartbeat of {_named(owner)}, which holds {self._folder}")
-        seen, until = self._lease(), time.monotonic() + _SILENCE_S
+        seen, until = read_lease(self._path), time.monotonic() + _SILENCE_S
         while time.monotonic() < until:
             time.sleep(min(_BEAT_S, _SILENCE_S / 4))
-            if self._lease() != seen:
+            if read_lease(self._path) != seen:
                 return False
         return True
 
@@ -129,13 +129,14 @@ class SoleWriter:
             with contextlib.suppress(OSError):
                 os.utime(self._file.fileno())
 
-    def _lease(self) -> tuple[int, bytes]:
-        """Return the time of the last heartbeat and the holder's entry; nothing if the folder is free."""
-        try:
-            with self._path.open("rb") as file:  # opening makes network file systems ask their server
-                return os.fstat(file.fileno()).st_mtime_ns, file.read()
-        except FileNotFoundError:
-            return 0, b""
+
+def read_lease(path: Path) -> tuple[int, bytes]:
+    """Return the time of the last heartbeat and the holder's entry from `writer.json`; nothing if it is not there."""
+    try:
+        with path.open("rb") as file:  # opening makes network file systems ask their server
+            return os.fstat(file.fileno()).st_mtime_ns, file.read()
+    except FileNotFoundError:
+        return 0, b""
 
 
 def find_process(pid: int, began: float) -> psutil.Process | None:

@@ -45,9 +45,10 @@ def watch(
     that shares the run's disk.
     """
     from areal_lite.record.report import write_report
+    from areal_lite.record.writer import read_lease
 
     lease, beat, since = folder / "writer.json", 0, time.monotonic()
-    while now := _beat(lease):  # the writer of the folder holds it
+    while now := read_lease(lease)[0]:  # the writer of the folder holds it
         if now != beat:
             beat, since = now, time.monotonic()
         elif time.monotonic() - since > max(_SILENT_S, 2 * every_s):
@@ -57,11 +58,3 @@ def watch(
             Console().print(f"{time.strftime('%H:%M:%S')} {path}", highlight=False, markup=False, soft_wrap=True)
         time.sleep(every_s)
     return report([folder])
-
-
-def _beat(lease: Path) -> int:
-    """Return the time of the writer's last heartbeat, 0 if there is no writer."""
-    try:
-        return lease.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
