@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -30,6 +32,9 @@ class RolloutActor(MeasuredProcess):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if (folder := os.getcwd()) in sys.path:  # Ray puts it first: its files would shadow libraries in the engine
+            sys.path.remove(folder)
+            sys.path.append(folder)
         self._opens_update = False
         self._open_update: dict[str, Any] | None = None
         self._resuming: asyncio.Task[None] | None = None

@@ -5,6 +5,8 @@ The engines are the real `RayEngines` over fake actors; at the end, a real actor
 
 import asyncio
 import functools
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,6 +295,16 @@ async def started_actor(
     actor = RolloutActor(config, name="rollout/0", model_folder="", access=QueueAccess("first"), log_folder="")
     await actor.start()
     return actor, engine, log
+
+
+@in_loop
+async def test_files_of_the_working_folder_do_not_shadow_the_libraries_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen failing with the folder first, as Ray puts it: a `token.py` there ended vLLM's process."""
+    monkeypatch.syspath_prepend(os.getcwd())
+    await started_actor(monkeypatch, transport="gloo")
+    assert sys.path[-1] == os.getcwd()
 
 
 async def kinds_of(actor: RolloutActor) -> list[str]:
