@@ -119,7 +119,8 @@ def find_function(name: str, *, kind: str, modules: dict[Path, ModuleType] | Non
     """
     location, attribute = split_name(name, kind=kind)
     try:
-        _search(os.getcwd())
+        if is_own_code(name):
+            _search(os.getcwd())
         if not attribute:
             import cloudpickle
 

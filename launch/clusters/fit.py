@@ -131,7 +131,7 @@ def _folder_problems(job: Job, recipe: str) -> Iterator[str]:
 def own_files(recipe: str, job: Job) -> list[Path]:
     """Return the recipe's file and the plug-in files `path.py:function` that it, its preset or an override names.
 
-    A shipped recipe is on every node with the package.
+    Beside a plug-in lie the modules that it may import. A shipped recipe is on every node with the package.
     """
     path = Path(recipe)
     own = [path] if path.is_file() and not path.resolve().is_relative_to(recipe_folder().resolve()) else []
@@ -139,7 +139,9 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     preset = str((raw.get("objective") or {}).get("preset"))
     if preset.endswith((".yaml", ".yml")):
         own.append(Path(preset))
-    return [*own, *sorted(set(map(Path, plugin_files(expand_preset(raw)))))]
+    named = set(map(Path, plugin_files(expand_preset(raw))))
+    beside = {found for path in named for found in path.parent.glob("*.py")}
+    return [*own, *sorted(named | beside)]
 
 
 def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:

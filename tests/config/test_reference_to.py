@@ -28,6 +28,14 @@ def test_a_function_of_a_package_goes_by_its_module_and_one_of_a_file_by_its_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing for a source, which the command itself loads: No module named."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_here.py").write_text("def rows(split): return [1]\n")
+    assert find_function("only_here:rows", kind="source")("train") == [1]
+
+
 def test_any_other_function_is_written_down_with_what_it_refers_to(tmp_path: Path) -> None:
     """Two of one name are two files. Seen failing with the name alone for the file: the first one's was lost."""
 

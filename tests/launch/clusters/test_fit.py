@@ -107,12 +107,13 @@ def test_words_that_train_refuses_are_refused(words: str) -> None:
 
 
 def test_the_recipe_and_plug_ins_that_are_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with overrides left out, and with what a preset's file names."""
+    """Seen failing with overrides left out, with what a preset's file names, and with what a plug-in imports."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("rollout: {workflow: flow.py:run}\nobjective: {preset: p.yaml}\n")
     Path("p.yaml").write_text("objective: {loss_function: loss.py:f}\n")
     job = make_job(words="train mine.yaml verifier.function=v.py:f")
-    own = ["mine.yaml", "p.yaml", "flow.py", "loss.py", "v.py"]
+    Path("imported.py").touch()
+    own = ["mine.yaml", "p.yaml", "flow.py", "imported.py", "loss.py", "v.py"]
     assert own_files("mine.yaml", job) == list(map(Path, own))
     assert own_files("arith_cpu", make_job(words="train arith_cpu")) == []
 
