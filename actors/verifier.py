@@ -31,10 +31,7 @@ class VerifierActor(MeasuredProcess):
         """Start the pools; a verifier that cannot be loaded fails here."""
         config = self._config
         self._verifiers = VerifierSet(
-            config.verifier,
-            watch=config.reward_watch,
-            also=config.data.chosen_verifiers,
-            start_timeout_s=config.run.start_timeout_s,
+            config.verifier, watch=config.reward_watch, also=config.data.chosen_verifiers, run=config.run
         )
         await self._verifiers.start()
         self._make_worker(self._access)

@@ -33,7 +33,6 @@ PLUGIN_GROUPS = {
 """Kinds of functions, and the entry-point group of each."""
 PICKLE = ".pkl"
 """Suffix of a function that was pickled to a file."""
-_DIGEST = re.compile(rf"-[0-9a-f]{{8}}(?={PICKLE})")
 
 
 def known_names(kind: str) -> list[str]:
@@ -182,7 +181,7 @@ def without_digests(text: str) -> str:
         >>> without_digests("functions/reward-0a1b2c3d.pkl")
         'functions/reward.pkl'
     """
-    return _DIGEST.sub("", text)
+    return re.sub(rf"-[0-9a-f]{{8}}(?={PICKLE})", "", text)
 
 
 def _search(folder: str) -> None:

@@ -1,5 +1,6 @@
 """The base of a recipe's sections: typed settings, marks of what they refer to, and checks beside them."""
 
+import contextlib
 import json
 from collections.abc import Collection, Iterable
 from enum import Enum
@@ -37,14 +38,11 @@ OwnName = Annotated[str, Field(pattern="^[^:]+$")]
 
 def _unchanged_by_json(values: dict[str, Any]) -> dict[str, Any]:
     """Verifier processes and resumed runs read them from JSON, which turns the key 1 into "1"."""
-    try:
-        is_same = json.loads(json.dumps(values, allow_nan=False)) == values
-    except (TypeError, ValueError):
-        is_same = False
-    if not is_same:
-        to_do = "quote keys that are numbers or yes and no, and convert other objects"
-        raise ValueError(f"{HERE} must hold what JSON can (texts as keys, lists), got {values!r:.200}: {to_do}")
-    return values
+    with contextlib.suppress(TypeError, ValueError):
+        if json.loads(json.dumps(values, allow_nan=False)) == values:
+            return values
+    to_do = "quote keys that are numbers or yes and no, and convert other objects"
+    raise ValueError(f"{HERE} must hold what JSON can (texts as keys, lists), got {values!r:.200}: {to_do}")
 
 
 JsonArguments = Annotated[dict[str, Any], AfterValidator(_unchanged_by_json)]

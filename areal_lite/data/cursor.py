@@ -110,8 +110,7 @@ class PromptCursor:
             raise CheckpointError(
                 "the checkpoint's data cursor belongs to other data: "
                 + ", ".join(f"{name} was {state.get(name)!r} and is {self._identity[name]!r}" for name in different)
-                + ". Resume with the data, the run.seed and the version of areal-lite of the first run; a "
-                "source that draws its rows needs a seed"
+                + ". Resume with the data (random rows need a seed), run.seed and areal-lite of the first run"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled()

@@ -10,8 +10,6 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from areal_lite.config.plugins import find_function
@@ -22,13 +20,10 @@ from areal_lite.verify.result import F, marked
 Step = Callable[[list[dict[str, str]], Mapping[str, Any]], Any]
 """An environment: `step(messages, row) -> (reply, done)`, sync or async."""
 
-_modules: dict[Path, ModuleType] = {}
-
-
-@functools.cache
-def named(name: str, *, kind: str) -> Callable[..., Any]:
-    """Return what `find_function` does, once per name and file: tools of one file share its state."""
-    return find_function(name, kind=kind, modules=_modules)
+_modules: dict[Any, Any] = {}
+named = functools.cache(functools.partial(find_function, modules=_modules))
+"""`find_function`, once per name and file: an episode must not load its environment's file again, and the tools of one
+file share its state."""
 
 
 def forget_named() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.plugins import PICKLE
+from areal_lite.config.sections import RunConfig
 from areal_lite.config.verifier import RewardWatchConfig, VerifierConfig, VerifierSettings
 from areal_lite.record.reward_watch import WATCHED
 from areal_lite.types import Prompt, Sample
@@ -28,8 +28,7 @@ class VerifierSet:
         *,
         watch: RewardWatchConfig | None = None,
         also: Iterable[str] = (),
-        start_timeout_s: float = 60.0,
-        environment: Mapping[str, str] = {},
+        run: RunConfig | None = None,
     ) -> None:
         """Create the set; `start` starts its processes.
 
@@ -37,10 +36,9 @@ class VerifierSet:
             watch: Verifiers that score a share of the groups, and held-out completions, beside the others; None = none.
             also: Further verifiers that rows are known to choose: they start with the others. A verifier that only a
                 row names starts when that row is scored.
-            start_timeout_s: Seconds that importing and preparing one function may take.
-            environment: Variables of the processes, beside those of this one.
+            run: Its `start_timeout_s` limits importing and preparing one function; the processes get its `env`.
         """
-        self._config, self._start_timeout_s, self._environment = config, start_timeout_s, environment
+        self._config, self._run = config, run or RunConfig()
         self._weights = config.weights
         self._settings: dict[str, VerifierSettings] = {
             name: config.settings_of(name) for name in (*self._weights, *config.named, *sorted(also))
@@ -153,7 +151,7 @@ class VerifierSet:
             settings = self._settings.get(name) or self._config.settings_of(name)
             short = self._short.get(name, name)
             self._pools[name] = VerifierPool(
-                settings, start_timeout_s=self._start_timeout_s, name=short, environment=self._environment
+                settings, start_timeout_s=self._run.start_timeout_s, name=short, environment=self._run.given_env
             )
             self._starts[name] = asyncio.create_task(self._pools[name].start())
         await asyncio.shield(self._starts[name])
@@ -199,6 +197,6 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
         >>> short_names(["math", "/srv/me/judge.py:brief"])
         {'math': 'math', '/srv/me/judge.py:brief': 'judge.py:brief'}
     """
-    short = {name: Path(name).name if ".py:" in name or name.endswith(PICKLE) else name for name in names}
+    short = {name: Path(name).name if ".py:" in name or name.endswith(".pkl") else name for name in names}
     counts = Counter(short.values())
     return {name: text if counts[text] == 1 else name for name, text in short.items()}

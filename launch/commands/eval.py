@@ -116,13 +116,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
     workflows, limit = load_workflows(config), config.rollout.max_new_tokens
     # An `eval_function` scores every row, whatever verifier its source names.
     also = config.data.chosen_verifiers if config.verifier.eval_function is None else ()
-    verifiers = VerifierSet(
-        config.verifier,
-        watch=config.reward_watch,
-        also=also,
-        start_timeout_s=config.run.start_timeout_s,
-        environment=config.run.given_env,
-    )
+    verifiers = VerifierSet(config.verifier, watch=config.reward_watch, also=also, run=config.run)
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(verifiers.close)
         await verifiers.start()

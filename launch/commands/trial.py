@@ -159,12 +159,7 @@ async def score_all(
         VerifierError: A verifier cannot be started, or fails too often.
     """
     settings = config.verifier
-    verifiers = VerifierSet(
-        settings,
-        also=config.data.chosen_verifiers,
-        start_timeout_s=config.run.start_timeout_s,
-        environment=config.run.given_env,
-    )
+    verifiers = VerifierSet(settings, also=config.data.chosen_verifiers, run=config.run)
     room = asyncio.Semaphore(settings.processes * settings.concurrency + _IN_FLIGHT)
 
     async def score(case: Case) -> None:
