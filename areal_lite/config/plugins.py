@@ -105,13 +105,8 @@ def plugin_files(value: Any) -> Iterator[str]:
         yield path
 
 
-def find_function(name: str, *, kind: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+def find_function(name: str, *, kind: str) -> Callable[..., Any]:
     """Import what a name, as for `split_name`, names; a path is taken from the working folder, a module from there too.
-
-    Args:
-        name: What a recipe has.
-        kind: For messages, and for the entry points of that kind.
-        modules: Files loaded before, which are not loaded again: their functions share one state. Files are added.
 
     Raises:
         PluginError: The name is wrong, or what it names cannot be imported or called; user code may have raised.
@@ -124,10 +119,7 @@ def find_function(name: str, *, kind: str, modules: dict[Path, ModuleType] | Non
             import cloudpickle
 
             return cloudpickle.loads(Path(location).read_bytes())  # type: ignore[no-any-return]
-        if location.endswith(".py"):
-            module = _load_file(Path(location).absolute(), {} if modules is None else modules)
-        else:
-            module = importlib.import_module(location)
+        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except (Exception, SystemExit) as error:  # user code runs here
         raise PluginError(f"the {kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
@@ -190,9 +182,8 @@ def _search(folder: str) -> None:
         sys.path.append(folder)
 
 
-def _load_file(path: Path, modules: dict[Path, ModuleType]) -> ModuleType:
-    if path in modules:
-        return modules[path]
+def _load_file(path: Path) -> ModuleType:
+    path = path.absolute()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     _search(str(path.parent))  # for its neighbours
@@ -202,5 +193,4 @@ def _load_file(path: Path, modules: dict[Path, ModuleType]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    modules[path] = module
     return module

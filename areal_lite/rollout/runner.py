@@ -23,7 +23,7 @@ from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.episode import EpisodeEngine
-from areal_lite.rollout.workflows import forget_named, single_turn
+from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample, Score
 from areal_lite.verify.builtin.sandbox import check_bubblewrap
 from areal_lite.verify.protocol import read_result
@@ -153,7 +153,7 @@ def load_workflows(config: Config) -> Workflows:
     Raises:
         PluginError: One cannot be found, is not async, or does not take the arguments it is given.
     """
-    forget_named()
+    named.cache_clear()  # one process may serve several runs, and the user may have changed a file in between
     rollout = config.rollout
     wanted = {name: (one.function, one.arguments) for name, one in rollout.workflows.items()}
     wanted.setdefault(rollout.workflow, (rollout.workflow, rollout.workflow_arguments))

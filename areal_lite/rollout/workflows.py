@@ -20,16 +20,8 @@ from areal_lite.verify.result import F, marked
 Step = Callable[[list[dict[str, str]], Mapping[str, Any]], Any]
 """An environment: `step(messages, row) -> (reply, done)`, sync or async."""
 
-_modules: dict[Any, Any] = {}
-named = functools.cache(functools.partial(find_function, modules=_modules))
-"""`find_function`, once per name and file: an episode must not load its environment's file again, and the tools of one
-file share its state."""
-
-
-def forget_named() -> None:
-    """Load files again: one process may serve several runs, and the user may have changed a file in between."""
-    named.cache_clear()
-    _modules.clear()
+named = functools.cache(find_function)
+"""`find_function`, once per name: an episode must not load its environment's file again."""
 
 
 def checked_by(check: Callable[..., object]) -> Callable[[F], F]:

@@ -53,18 +53,6 @@ def missing() -> None:
     raise KeyError("x")
 
 
-NOTES: list[str] = []
-
-
-def note(text: str) -> int:
-    NOTES.append(text)
-    return len(NOTES)
-
-
-def noted() -> list[str]:
-    return NOTES
-
-
 USER = "<|im_start|>user\n3\nKeyError: 'x'<|im_end|>\n"
 
 
@@ -111,13 +99,6 @@ def test_what_goes_wrong_is_a_reply() -> None:
     assert raised == '<error>TypeError: can only concatenate str (not "int") to str</error>'
     assert ended == "<error>RuntimeError: a function ended with SystemExit: 1</error>"
     assert empty == "<error>RuntimeError: a function ended with StopIteration: </error>"
-
-
-def test_functions_of_one_file_share_its_state() -> None:
-    """Seen failing with the file loaded once per function."""
-    own = {"functions": [f"{__file__}:note", f"{__file__}:noted"]}
-    replies = replies_to('<tool>note("a")</tool>', "<tool>noted()</tool>", arguments=own)
-    assert replies == ["<result>1</result>", '<result>["a"]</result>']
 
 
 def test_each_call_has_its_deadline() -> None:
