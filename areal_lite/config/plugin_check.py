@@ -47,7 +47,7 @@ def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str
     Args:
         config: The recipe.
         verifiers_only: The command uses nothing else of it.
-        loader: `module:function` that loads the recipe's workflows, loss and advantage functions as a run does.
+        loader: `module:function` that loads the recipe's workflows and loss function as a run does.
     """
     verifiers = list(_verifiers(config))
     named = [] if verifiers_only else list(_functions(config))
@@ -59,8 +59,7 @@ def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str
         for key, name, kind in named
         if isinstance(name, str) and (is_own_code(name) or kind == "reward function")
     ]
-    kinds = ("workflow", "loss function", "advantage function")
-    is_plain = all(name in (None, "single_turn") for _, name, kind in named if kind in kinds)
+    is_plain = all(name in (None, "single_turn") for _, name, kind in named if kind in ("workflow", "loss function"))
     loader = None if is_plain else loader
     problems = list(_import_problems(own, loader, config)) if own or loader else []
     for _, section, one in verifiers:

@@ -7,6 +7,7 @@ mechanism. A verifier may be a pydantic model, whose fields are then its argumen
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -180,6 +181,15 @@ def _search(folder: str) -> None:
     """Let modules in a folder be found; at the end, so that they cannot shadow a library."""
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """True if a function has this keyword, or takes any; also if its signature cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _load_file(path: Path) -> ModuleType:

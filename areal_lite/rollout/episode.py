@@ -126,13 +126,12 @@ class EpisodeEngine:
         Raises:
             ValueError: The context does not start with the prompt, or leaves no room.
         """
-        context = tuple(token_ids)
+        context = tuple(np.asarray(token_ids).tolist())  # integers of numpy do not travel to an engine's process
         if context[: len(self.prompt_ids)] != self.prompt_ids:
             raise ValueError(
                 f"engine.generate takes the whole context, starting with engine.prompt_ids, {self.prompt_ids!r:.60}; "
                 f"got {context!r:.60}"
             )
-        context = tuple(map(int, context))  # numpy's integers do not travel to an engine's process
         room = self._sampling.max_new_tokens - (len(context) - len(self.prompt_ids))
         if room < 1 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError(

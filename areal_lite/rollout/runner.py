@@ -103,8 +103,7 @@ class Workflows:
             return sample
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # Neither sys.exit() in a user's workflow nor a task that it cancels may end the worker's task.
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
                 raise
             raise self._attributed(error, episode) from error
 
@@ -214,11 +213,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _checked(score: Score) -> Score:
     """Return a workflow's score with its figures read as a verifier's: True is 1, and None an error."""
-    if score.reward is None:
-        return score
-    given = VerifyResult(score.reward, parts=score.parts, feedback=score.feedback, metrics=score.metrics)
-    reply = read_result(given, completion="")
-    if reply.failure is not None:
+    reply = read_result(VerifyResult(score.reward, score.parts, (), score.feedback, score.metrics), completion="")
+    if reply.failure is not None and score.failure is None:
         raise ValueError(f"a workflow's score must be as a verifier's: {reply.detail}")
     return replace(score, reward=reply.reward, parts=reply.parts, metrics=reply.metrics)
 

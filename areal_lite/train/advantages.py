@@ -7,7 +7,6 @@ Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T`
 """
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from areal_lite.algo.advantages import gae, group_stds, masked_sums, returns_to_go, sample_advantages, std_from_sums
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
-from areal_lite.config.plugins import find_function
+from areal_lite.config.plugins import find_function, takes
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import PluginError
@@ -75,20 +74,17 @@ def batch_advantages(
 def find_advantage_function(objective: ObjectiveConfig) -> Compare:
     """Return the recipe's advantage function, `sample_advantages` unless it names another; results are checked.
 
+    It is given the settings that its signature names.
+
     Raises:
-        PluginError: The function cannot be found, or does not take the keywords it is given.
+        PluginError: The function cannot be found.
     """
     name = objective.advantage_function or "of_samples"
     function = find_function(name, kind="advantage function")
-    try:
-        signature(function).bind(None, baseline="", scale="", eps=_EPS)
-    except TypeError as error:
-        raise PluginError(
-            f"objective.advantage_function={name} must take returns, then keywords: {error}. Fix: add **_"
-        ) from None
 
     def compare(returns_NG: Tensor, **knobs: Any) -> Tensor:
-        advantages_NG = function(returns_NG.clone(), **knobs)
+        named = {key: value for key, value in knobs.items() if takes(function, key)}
+        advantages_NG = function(returns_NG.clone(), **named)
         if (
             not isinstance(advantages_NG, Tensor)
             or advantages_NG.shape != returns_NG.shape

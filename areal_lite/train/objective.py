@@ -7,7 +7,7 @@ vocabulary.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from areal_lite.algo.behaviour import behaviour_weights
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
-from areal_lite.config.plugins import find_function
+from areal_lite.config.plugins import find_function, takes
 from areal_lite.config.presets import LossConfig, ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import PluginError
@@ -216,10 +216,8 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     """
     name = objective.loss_function or "policy"
     function = find_function(name, kind="loss function")
-    parameters = signature(function).parameters.values()
     _, *offered = signature(policy_loss).parameters
-    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-    names = set(offered) if takes_all else {parameter.name for parameter in parameters}
+    names = {key for key in offered if takes(function, key)}
     settings = {key: getattr(objective, key) for key in LossConfig.model_fields if key in names}
     unread = [key for key in LossConfig.model_fields if key not in names]
     to_do = "take it as a keyword of the function, or leave it out"
@@ -229,7 +227,7 @@ def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
     if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do, made=made)):
         raise PluginError("\n".join(problems))
     try:
-        signature(function).bind(None, **{key: None for key in offered if key in names})
+        signature(function).bind(None, **dict.fromkeys(names))
     except TypeError as error:
         raise PluginError(
             f"objective.loss_function={name} must take current_logprobs_T first, then keywords that a loss may get: "

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from areal_lite.config.plugins import takes
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
 
@@ -91,7 +92,7 @@ class Verifier:
         calls = (self._function, type(self._function).__call__)
         self.is_async = any(map(inspect.iscoroutinefunction, calls))
         """Whether several calls can be in flight at once, in one event loop."""
-        self._takes_chat = _takes(self._function, _CHAT)
+        self._takes_chat = takes(self._function, _CHAT)
 
     def answer(self, calls: Sequence[Call]) -> list[Reply]:
         """Call the function, and turn whatever it does into replies; a column with the name of an argument fails.
@@ -133,15 +134,6 @@ class Verifier:
         if len(value) != len(calls):
             raise _Problem("wrong_length", f"must return {len(calls)} results, got {len(value)}")
         return [read_result(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
-
-
-def _takes(function: VerifyFunction, name: str) -> bool:
-    """True if a function has this keyword, or takes any; also if its signature cannot be read."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def read_result(value: Any, *, completion: str) -> Reply:

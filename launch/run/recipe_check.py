@@ -152,15 +152,12 @@ def _check_reference(folder: Path, tokenizer: Tokenizer, config: Config) -> None
 
 
 def load_functions(config: Config) -> None:
-    """Load workflows, loss and advantage functions as the run's processes do; a `PluginError` if one cannot run."""
+    """Load workflows and loss function as the run's processes do; a `PluginError` if one cannot run."""
     load_workflows(config)
-    objective = config.objective
-    if objective.loss_function is not None or objective.advantage_function is not None:  # else torch is not imported
-        from areal_lite.train.advantages import find_advantage_function
-        from areal_lite.train.objective import find_loss_function
+    if config.objective.loss_function is not None:
+        from areal_lite.train.objective import find_loss_function  # imports torch
 
-        find_loss_function(objective)
-        find_advantage_function(objective)
+        find_loss_function(config.objective)
 
 
 def _check_packages(config: Config | OfflineConfig) -> None:

@@ -61,11 +61,6 @@ FAULTS = {
         [*OWN[:1], "objective.preset=dapo", "objective.loss_function=mine.py:loss"],
         "objective.clip_high=0.28 is not read by objective.loss_function=mine.py:loss",
     ),
-    "own advantage": (
-        "train",
-        [*OWN[:1], "objective.advantage_function=mine.py:loss"],
-        "objective.advantage_function=mine.py:loss must take returns, then keywords: got an unexpected keyword",
-    ),
     "own workflow": (
         "train",
         [*OWN[:1], "rollout.workflow=mine.py:play", "rollout.workflow_arguments={a: 1}"],
