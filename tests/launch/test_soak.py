@@ -30,8 +30,10 @@ COMPARED_S = 120
 LONGEST_PAUSE_S = 60
 SHORTEST_S = 300
 """A process that is watched for less, as it was killed, is not compared."""
-MOST_GROWTH, MOST_MIB = 0.02, 2
-"""A process may grow by the larger of the two: Ray's smallest processes come and go by a megabyte of their twelve."""
+MOST_GROWTH, MOST_MIB = 0.04, 3
+"""A process may grow by the larger of the two. An engine's kernels become more for a quarter of an hour (3 %, then
+0.5 % in ten minutes), Ray's head keeps a record of each worker that died, and its smallest processes come and go by a
+megabyte of their twelve."""
 HEADROOM = 0.4
 """Share of the machine's memory, above what is in use before the run, where Ray's monitor begins to kill."""
 FILL = """
@@ -108,7 +110,7 @@ def use_up_memory(threshold: float, run: DrilledRun) -> tuple[str, str]:
 
 @pytest.mark.soak
 def test_a_run_survives_kills_of_every_kind_and_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger balances, every death is named, and no process grows by more than 2 % in the last twenty minutes.
+    """The ledger balances, every death is named, and no process grows by more than 4 % in the last twenty minutes.
 
     Seen failing with oneDNN's 1,024 kernels in an engine, the record of calls in Ray's head (+151 %), and rows of
     metrics held as Python's objects, twice, in the controller (+4.5 %).
