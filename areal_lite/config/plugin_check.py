@@ -71,7 +71,7 @@ def check_plugins(config: "Config", *, verifiers_only: bool = False, loader: str
 def _import_problems(named: list[tuple[str, str, str]], loader: str | None, config: "Config") -> Iterable[str]:
     """Import as the workers will, with `run.env`."""
     names, limit_s = ", ".join(name for _, name, _ in named) or "workflows", config.run.start_timeout_s
-    command, environment = [sys.executable, "-c", _IMPORT], os.environ | config.run.given_env
+    command, environment = [sys.executable, "-P", "-c", _IMPORT], os.environ | config.run.given_env
     task = json.dumps([named, loader, config.model_dump(mode="json")])
     try:
         done = subprocess.run(command, env=environment, input=task, capture_output=True, text=True, timeout=limit_s)

@@ -168,7 +168,7 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
 
 
 def without_digests(text: str) -> str:
-    """Remove what tells two contents of one pickled function apart: another process may pickle the same code anew.
+    """Remove the digests of pickled functions: another process pickles the same code to other bytes.
 
     Example:
         >>> without_digests("functions/reward-0a1b2c3d.pkl")

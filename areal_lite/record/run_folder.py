@@ -55,13 +55,14 @@ _FREE_ON_RESUME = {
     "rollout.max_episodes", "rollout.command_memory_mb", "queue.lease_timeout_s", "queue.max_message_mb",
     "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens", "trainer.packing",
     "trainer.offload", "trainer.activation_checkpointing", "trainer.epochs", "trainer.collective_timeout_s",
+    "data.eval_size",
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned, those of a named verifier like the
 section's; but `run.steps` does change the learning rate of `trainer.schedule: cosine`."""
 
 _NAMED_VERIFIER = re.compile(r"^verifier\.named\.[^.]+")
 _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "max_grad_norm")}
-"""Settings that a resume may change only where its command line names them, as it may the folder in a path."""
+"""Settings that a resume may change only if its command line names them; so it is with the folder of a path."""
 
 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
@@ -176,9 +177,12 @@ class RunFolder:
             )
         found = differences([_identity(saved), _identity(config)])
         moved = {key for key, (was, now) in found.items() if _without_folders(was) == _without_folders(now)}
-        free = _FREE_ON_RESUME | (_CHANGEABLE | moved).intersection(named)
-        changes = ((key, *values) for key, values in found.items() if _NAMED_VERIFIER.sub("verifier", key) not in free)
-        if different := [f"{key} was {was!r}, is {now!r}" for key, was, now in changes if key not in free]:
+        free = (_CHANGEABLE | moved).intersection(named)
+        if different := [
+            f"{key} was {was!r}, is {now!r}"
+            for key, (was, now) in found.items()
+            if key not in free and _NAMED_VERIFIER.sub("verifier", key) not in _FREE_ON_RESUME
+        ]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}. Fix: resume with the recipe and "
                 "overrides of the first start, or start a new run without run.resume (areal-lite resume DIR may change "
@@ -326,7 +330,7 @@ class RunFolder:
 
 
 def _identity(config: Config | OfflineConfig) -> Row:
-    """Return a recipe whose functions are their names alone: the code of path.py:function is not compared either."""
+    """Return a recipe for comparison: without `reward_watch`, and without the digests of pickled functions."""
     return json.loads(without_digests(config.model_dump_json(exclude={"reward_watch"})))  # type: ignore[no-any-return]
 
 

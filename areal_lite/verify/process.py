@@ -61,7 +61,7 @@ class VerifierProcess:
         channel, theirs = socket.socketpair()
         reader, self._writer = await asyncio.open_unix_connection(sock=channel)
         command = [sys.executable, "-P", "-m", "areal_lite.verify.child", function, str(theirs.fileno())]
-        command.append(json.dumps(options, default=str))
+        command.append(json.dumps(options))
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(

@@ -124,6 +124,7 @@ def command_of(job: Job) -> list[str]:
     # Not `-m`: functions of a main module reach other processes as copies.
     return [
         sys.executable,
+        "-P",
         "-c",
         f"import sys; from {__name__} import main; main(sys.argv[1])",
         job.model_dump_json(),

@@ -57,7 +57,7 @@ Way = Callable[[], Tensor]
 
 def machine(job: Job) -> None:
     """Try what everything else needs; measure a copy, a product of matrices, and the way from the host."""
-    command = [sys.executable, "-m", "areal_lite.launch.commands.main", "doctor"]
+    command = [sys.executable, "-P", "-m", "areal_lite.launch.commands.main", "doctor"]
     doctor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     has_header = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     job.report(compiler=shutil.which("gcc") or shutil.which("cc"), python_header=has_header, cores=os.cpu_count())

@@ -229,7 +229,8 @@ def run_all(
         folder, setting = out / run.name, begins[run.name]
         if setting == "dir" and (folder / "config.json").is_file():  # of a run that cannot be resumed
             with SoleWriter(folder, say=say):
-                shutil.rmtree(folder)
+                pass  # no other command trains there
+            shutil.rmtree(folder)
         steps_left = sum(other.config.run.steps for other in waiting[number:])
         left_s = (time.monotonic() - began) / steps_done * steps_left if steps_done else 0
         pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""

@@ -140,7 +140,7 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     if preset.endswith((".yaml", ".yml")):
         own.append(Path(preset))
     named = set(map(Path, plugin_files(expand_preset(raw))))
-    beside = {found for path in named for found in path.parent.glob("*.py")}
+    beside = {found for path in named for found in path.parent.glob("*.py") if found.is_file()}
     return [*own, *sorted(named | beside)]
 
 

@@ -119,7 +119,7 @@ class Kubernetes(Kind):
             raise
 
     def stop(self, job: Job) -> None:
-        """Give the supervisor in the head's pod notice."""
+        """Send SIGTERM to the supervisor in the head's pod."""
         there, _ = shipped(job, _FILES)
         head = f"ray.io/cluster={_rayjob_status(job).get('rayClusterName')},ray.io/node-type=head"
         pod = _kubectl(job, "get", "pods", "-l", head, "-o", "name").strip()

@@ -41,7 +41,7 @@ class Supervised(Kind):
         return status
 
     def stop(self, job: Job) -> None:
-        """Give the supervisor notice, which counts once; where it was killed, end what it left.
+        """Send SIGTERM to the supervisor, which counts it once; where it was killed, end what it left.
 
         Raises:
             ConfigError: The supervisor runs on another host.

@@ -18,7 +18,7 @@ LEAVING = "ray-shutdown"
 
 
 def _handled() -> tuple[signal.Signals, ...]:
-    """Signals that this thread may handle: Python gives them to the main thread alone. nohup's stays ignored."""
+    """Signals that this thread may handle: none but in the main thread. Under nohup, SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         return ()
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

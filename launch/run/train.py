@@ -124,7 +124,8 @@ def _offline(config: OfflineConfig, loaded: Loaded, say: Callable[..., object]) 
     data = loaded.rows
     assert data is not None
     if config.trainer.epochs is not None:
-        steps = math.ceil(config.trainer.epochs * len(data.train) / config.trainer.batch_size)
+        batches = config.trainer.epochs * len(data.train) / config.trainer.batch_size
+        steps = math.ceil(round(batches, 6))  # 1.1 * 100 / 10 is a little more than 11
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
     return config, OfflineController, data.check

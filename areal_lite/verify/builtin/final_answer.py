@@ -18,10 +18,12 @@ _PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | dict.fromkeys
 """ASCII for full-width characters, and for the signs that stand for a minus."""
 _NUMBERED = re.compile(r"####\s*(?=[^\w\n]{0,4}\d)(?!\W*\d+[.):][ \t]*\**[A-Za-z])([^\n]*)")
 """Has a line with a number in front, but no heading such as `1. Add`."""
-_REMARK = re.compile(r"\s+(?:\((?:[^A-Za-z()]*\)|[A-Za-z]{2,}\s)|(?:as|because|since|so)\b|(?:in|for|from|after)\s+\d)")
-"""Where a remark begins that may hold other numbers."""
+_REMARK = re.compile(
+    r"\s(?:\((?:[^A-Za-z()]*\)|[A-Za-z]{2,}\s)|(?:as|because|since|so)\b|(?<=[A-Za-z]\s)(?:in|for|from|after)\s+\d)"
+)
+"""Where a remark begins that may hold other numbers; but `1 in 8` is a whole answer."""
 _COMMENT = re.compile(r"\W*(?:correct|right|consistent|reasonable|in)\b[^\d\\$.\n]*(?:\.|$)", re.MULTILINE)
-"""Is behind "the answer is", but no answer."""
+"""What may follow "the answer is" without being an answer."""
 _DISPLAY = re.compile(r"(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])[ \t.]*$", re.DOTALL | re.MULTILINE)
 _BETWEEN = re.compile(r"[\s${}]|\\(?:text|quad|[()\[\],;: ])")
 """What may stand beside the word or sign that makes two boxes one list."""

@@ -105,7 +105,7 @@ class numeric(AnswerArguments):
     absolute: float = Field(0.0, ge=0)
     """distance allowed, in the reference's unit; the larger of the two counts"""
     percent: Literal["either", "share", "unit"] = "either"
-    """share = 75% is 0.75; unit = 75% is 75; either = 75% is both, where one side alone has the sign"""
+    """share = 75% is 0.75; unit = 75% is 75; either = share, or unit if the side without the sign is above 1"""
 
     @any_reference
     def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
@@ -117,7 +117,9 @@ class numeric(AnswerArguments):
         return float(len(expected) == len(given) and all(map(self._are_close, expected, given)))
 
     def _are_close(self, expected: Number, given: Number) -> bool:
-        for divisor in {"either": (100, 1), "share": (100,), "unit": (1,)}[self.percent]:
+        plain = [abs(item.value) for item in (expected, given) if not item.is_percent]
+        either = (100, 1) if plain and plain[0] > 1 else (100,)
+        for divisor in {"either": either, "share": (100,), "unit": (1,)}[self.percent]:
             target, value = (item.value / divisor if item.is_percent else item.value for item in (expected, given))
             # As it is written: the float 0.3 is a little less than three tenths.
             allowed = max(Fraction(str(self.relative)) * abs(target), Fraction(str(self.absolute)))

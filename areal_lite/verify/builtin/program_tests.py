@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 _KINDS = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """What LiveCodeBench's `testtype` and others' `type` can be, and whether it is a call."""
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
-_NUMBERS = re.compile(rf"{_NUMBER.pattern}(?:\s+{_NUMBER.pattern})*")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 
 
 class CallTest(NamedTuple):
@@ -127,7 +126,8 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
 
 def _words(line: str) -> list[str]:
     """Return the numbers of a line, or its words and the white space between them."""
-    return line.split() if _NUMBERS.fullmatch(line) else re.split(r"(\s+)", line)
+    words = line.split()
+    return words if all(map(_NUMBER.fullmatch, words)) else re.split(r"(\s+)", line)
 
 
 def _close(given: str, expected: str, tolerance: float) -> bool:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Set
 from typing import NamedTuple
 
-from areal_lite.verify.builtin.final_answer import answer_text
+from areal_lite.verify.builtin.final_answer import answer_text, without_thoughts
 
 _BLOCK = re.compile(
     r"(?:^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?|(?=`{3,}(?i:py|python3?)\s))"
@@ -40,7 +40,7 @@ def find_program(completion: str, needed: Set[str] = frozenset()) -> str:
     Args:
         needed: Names that the tests use; one is enough.
     """
-    completion = answer_text(completion).strip()
+    completion = textwrap.dedent(answer_text(completion) or without_thoughts(completion)).strip()
     blocks = [match for match in _BLOCK.finditer(completion) if match["text"].strip()]
     labels = {match: match["label"].lower() for match in blocks}
     chosen = [match for match in blocks if labels[match] in _PYTHON] or [match for match in blocks if not labels[match]]

@@ -1,6 +1,6 @@
 {% extends "node.sh" %}
 {% block first %}
-address=$({{ python }} -c {{ look_up | quote }}) || exit 1
+address=$({{ python }} -P -c {{ look_up | quote }}) || exit 1
 echo "areal-lite address $address"
 {% endblock %}
 {% block command %}
