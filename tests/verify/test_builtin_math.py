@@ -60,6 +60,7 @@ def test_in_some_families_people_are_never_contradicted() -> None:
         ("#### **7** (3+4).", "7", "####"),
         ("#### 4, because 4+3=7", "4", "####"),
         ("#### 2 (x+1)", "2 (x+1)", "####"),
+        ("#### 1 in 8", "1 in 8", "####"),
         ("#### 3 hours 20 minutes\nBye", "3 hours 20 minutes", "####"),
         ("#### 1. Add\n3+4=7", "1. Add\n3+4=7", "####"),
         ("The answer is 7. So the answer is correct.\nIf the answer is in m, fine.", "7", "answer is"),

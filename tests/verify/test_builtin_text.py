@@ -198,6 +198,7 @@ def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> 
         ("75%", "75", {}, 1.0),
         ("75", r"75\%", {}, 1.0),
         ("0.75", "75%", {}, 1.0),
+        ("0.5", "0.5%", {}, 0.0),
         ("0.75%", "75%", {}, 0.0),
         ("75%", "75", {"percent": "share"}, 0.0),
         ("75 percent", "75", {"percent": "unit"}, 1.0),

@@ -155,6 +155,7 @@ def test_the_prelude_runs_first_and_a_future_statement_stays_first() -> None:
         ("2.0000001", "2", {}, 0), ("0.5", "0.50", {"tolerance": 0.0}, 0), ("nan", "0.5", {}, 0), ("inf", "inf", {}, 1),
         ("0.5  1", "0.5 1", {}, 1), (" 0.51", "0.51", {}, 1), ("a  1", "a 1", {}, 0), ("\n1\n 2", " 1\n2", {}, 1),
         ("1 2", "1\n2", {}, 0), ("12", "1 2", {}, 0), ("2  1", "1 2", {}, 0), ("1.42", "1.4", {"tolerance": 0.1}, 1),
+        ("12 " * 99 + "a", "b", {}, 0),
         ("1.5", "1.5 2", {}, 0),
         ("a\u2028b", "a\nb", {}, 0), ("a\x0bb", "a\nb", {}, 0), ("a\r\nb", "a\nb", {}, 1),
     ],
@@ -163,7 +164,8 @@ def test_output_may_differ_by_a_tolerance_where_it_has_a_point(
     given: str, expected: str, options: dict[str, float], score: float
 ) -> None:
     """1e-6, or a millionth of numbers above 1: 0.4 of 1000000.9. Seen failing with text compared; the lines of the
-    last three with `splitlines`, and with white space in front of lines and between numbers compared.
+    last three with `splitlines`, with white space in front of lines and between numbers
+    compared, and (without an end) with a line of numbers and a word matched by one pattern.
     """
     program = f"import sys; sys.stdout.buffer.write({given.encode()!r})"
     assert run(program, tests=[{"input": "", "output": expected}], **options).reward == score
