@@ -16,7 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
-from loop_builders import GROUPS, PARITY, check_books, loop_config, saved_step, trained_groups, write_recipe
+from loop_builders import (
+    GROUPS,
+    PARITY,
+    check_books,
+    loop_config,
+    saved_step,
+    trained_groups,
+    write_prompts,
+    write_recipe,
+)
 from places import SUPPORT
 from train_builders import save_tiny_model
 from user_run import UserRun, alive
@@ -207,15 +216,18 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
 
     Resumed, it hangs instead: the run says who, saves, begins again at this step, and waits for another engine.
 
-    The engine is stopped while a batch is waited for, as the workflow takes its time. At last every process is told to
-    end at once, as by `scancel`; Ray's own would end before anything is saved.
+    The engine is stopped while a batch is waited for: where training is synchronous, all weights are handed over before
+    its first prompt, which the workflow holds up. At last every process is told to end at once, as by `scancel`; Ray's
+    own would end before anything is saved.
 
     Seen failing without the save in `Controller._save_what_is_whole`, where vLLM's start lets SIGTERM through to the
     engine, and where the next signal cuts a rescue short.
     """
-    rollout = {"slots": 1, "workflow": f"{SUPPORT / 'loop_workflows.py'}:thinks", "turn_timeout_s": 5}
+    rollout = {"slots": 1, "workflow": f"{SUPPORT / 'loop_workflows.py'}:held_up", "turn_timeout_s": 5}
+    data = {"path": str(write_prompts(loop_folder / "held_up.jsonl", 200, gate=str(gate := loop_folder / "gate")))}
     settings = {"steps": 1000, "stall_timeout_s": 15, "max_worker_restarts": 0}
-    with start(loop_folder, "last", run=settings, rollout=rollout) as run:
+    more: dict[str, Any] = {"rollout": rollout, "data": data, "queue": {"max_staleness": 0}}
+    with start(loop_folder, "last", run=settings, **more) as run:
         run.wait_for_steps(2)
         os.kill(run.engine_core("rollout/0"), signal.SIGKILL)
         run.ends_with(1)
@@ -227,7 +239,10 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
     command = f"areal-lite resume {run.folder.path} run.max_worker_restarts=1"
     with typed(command, folder=run.folder.path) as resumed:
         resumed.wait_for_steps(before + 1)
+        gate.mkdir()
+        resumed.wait_until((gate / "waits").exists, "a batch that is waited for")
         os.kill(resumed.engine_core("rollout/0"), signal.SIGSTOP)
+        gate.rename(loop_folder / "open")
         resumed.wait_until(lambda: "back at step" in resumed.output, "a new beginning")
         assert re.search(r"late: rollout/0 \(rollout\) holds \d+ leases, the oldest for \d+ s", resumed.output)
         stopped_at = len(steps(resumed))

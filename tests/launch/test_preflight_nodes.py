@@ -11,7 +11,7 @@ from namespaces import Node, make_nodes
 pytestmark = [pytest.mark.cluster, pytest.mark.loop]
 
 HEAD = "10.77.0.1:6379"
-DEADLINE_S = 300
+DEADLINE_S = 900
 
 
 def areal_lite(node: Node, *words: str) -> "subprocess.CompletedProcess[str]":

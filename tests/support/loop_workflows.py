@@ -1,7 +1,9 @@
 """Workflows of the integration tests, named in recipes by file and function."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from areal_lite.rollout.episode import EpisodeEngine, Turn
@@ -25,7 +27,10 @@ async def straggles(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]
     return turns
 
 
-async def thinks(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
-    """Generate after half a second, so that training waits for batches, on a machine of any speed."""
-    await asyncio.sleep(0.5)
+async def held_up(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
+    """Generate once the folder `gate` of the row is gone, and leave a file in it meanwhile."""
+    while (gate := Path(row.get("gate", "none"))).exists():
+        with contextlib.suppress(FileNotFoundError):
+            (gate / "waits").touch()
+        await asyncio.sleep(0.1)
     return [await engine.generate(engine.prompt_ids)]

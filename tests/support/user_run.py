@@ -23,7 +23,9 @@ from areal_lite.record.run_folder import RunFolder
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_PANEL = re.compile(r"╭─ areal-lite ─.*?╯(?=.*╭─ areal-lite ─)", flags=re.DOTALL)
 _DEADLINE_S = 600.0
+_LEAVES_S = 300.0
 _POLL_S = 0.2
 _PATIENCE_S = 120.0
 
@@ -101,16 +103,16 @@ class UserRun:
         """Wait for something that must happen before the command ends."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            assert self.is_running or condition(), f"ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"still no {what}:\n{self.output}"
+            assert self.is_running or condition(), f"ended before {what}:\n{self._words()}"
+            assert time.monotonic() < deadline, f"still no {what}:\n{self._words()}"
             time.sleep(_POLL_S)
 
     def ends_with(self, code: int) -> None:
         """Wait for the end of the command; assert its exit code, and that it leaves nothing behind."""
         try:
-            assert self._process.wait(timeout=_DEADLINE_S) == code, self.output
+            assert self._process.wait(timeout=_DEADLINE_S) == code, self._words()
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"does not end:\n{self.output}") from None
+            raise AssertionError(f"does not end:\n{self._words()}") from None
         left = self._left_behind()
         assert not left, left  # pytest shows no values of asserts in this folder
 
@@ -135,9 +137,13 @@ class UserRun:
         roots = _children() - self._others
         return [pid for root in roots for pid in self.tree(root) if alive(pid)]
 
+    def _words(self) -> str:
+        """The output with the last of its panels alone."""
+        return _PANEL.sub("", self.output)
+
     def _left_behind(self) -> list[str]:
-        """Commands of what is still there half a minute after the command's end (Ray's processes end on their own)."""
-        deadline = time.monotonic() + 30
+        """Commands of what is still there long after the command's end (Ray's processes end on their own)."""
+        deadline = time.monotonic() + _LEAVES_S
         while (pids := self.processes()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return [_command(pid) for pid in pids]

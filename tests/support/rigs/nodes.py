@@ -97,14 +97,15 @@ def _write_shell(job: Job, node: Node) -> None:
 
 def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threading.Event) -> None:
     """Per attempt: wait for the step, break the node, wait for the attempt's end, repair it. Unblocked by `ended`."""
-    for number, fault in enumerate(faults):
+    for fault in faults:
         while last_step(job.run_folder) < fault.step:
             if ended.wait(_POLL_S):
                 return
         getattr(node, fault.how)()
         _write_shell(job, node)
         print(f"{node.name} ({node.address}) lost its {'power' if fault.how == 'kill' else 'link'}", flush=True)
-        while len(ends := Attempts.read(job).attempts) <= number or ends[number].code is None:
+        number = len(Attempts.read(job).attempts)
+        while Attempts.read(job).attempts[number - 1].code is None:
             if ended.wait(_POLL_S):
                 return
         node.boot() if fault.how == "kill" else node.restore_link()
