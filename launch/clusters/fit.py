@@ -114,7 +114,7 @@ def _folder_problems(job: Job, recipe: str) -> Iterator[str]:
     if job.run_folder and job.files.resolve().is_relative_to(job.run_folder.resolve()):
         yield f"a run folder must not hold {job.files}, got {job.run_folder}: choose another --name or run.dir"
     if job.ships:
-        for path in files:
+        for path in {path.parent: path for path in reversed(files)}.values():
             if path.is_absolute() or ".." in path.parts:
                 yield f"files that are shipped must lie below {job.folder}, got {path}: start launch in a folder above"
         if profile.shared is None:
@@ -141,7 +141,7 @@ def own_files(recipe: str, job: Job) -> list[Path]:
         own.append(Path(preset))
     named = set(map(Path, plugin_files(expand_preset(raw))))
     beside = {found for path in named for found in path.parent.glob("*.py") if found.is_file()}
-    return [*own, *sorted(named | beside)]
+    return [*own, *sorted(named), *sorted(beside - named)]
 
 
 def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
@@ -154,10 +154,17 @@ def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
         ConfigError: A file that the recipe names cannot be read.
     """
     there = job.model_copy(update={"folder": f"{job.profile.shared}/{job.name}"})
-    try:
-        own = {str(path): (Path(job.folder) / path).read_text() for path in own_files(recipe_of(job.words)[1], job)}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe's files are shipped, got {error}: correct the name in the recipe") from error
+    own = {str(path): _text(Path(job.folder) / path) for path in own_files(recipe_of(job.words)[1], job)}
     record = there.without_values().model_dump_json(indent=2, exclude_defaults=True) + "\n"
     own[str(there.record.relative_to(there.folder))] = record
     return there, own | {"start.sh": render("start.sh", job=there, source=source)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the recipe's files, and modules beside its plug-ins, are shipped: expected {path} as UTF-8 text, got "
+            f"{error}. Fix: correct the name in the recipe, or the file"
+        ) from error

@@ -211,10 +211,12 @@ def test_files_that_cannot_be_shipped(tmp_path: Path, monkeypatch: pytest.Monkey
     """Seen failing with a traceback, and with a manifest that no cluster takes."""
     monkeypatch.chdir(tmp_path)
     job = make_job("kubernetes", "train arith_cpu verifier.function=v.py:f", folder=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"are shipped, got .*v\.py"):
+    with pytest.raises(ConfigError, match=r"are shipped: expected .*v\.py as UTF-8 text, got .*No such file"):
         Kubernetes().check(job)
-    Path("v.py").write_bytes(b"# \xe9\n")
-    with pytest.raises(ConfigError, match="the recipe's files are shipped"):
+    Path("v.py").touch()
+    Path("beside.py").write_bytes(b"# \xe9\n")
+    with pytest.raises(ConfigError, match=r"expected .*beside\.py as UTF-8 text, got 'utf-8' codec"):
         Kubernetes().check(job)
+    Path("beside.py").unlink()
     Path("v.py").write_text("#" * 2**20)
     assert any("ConfigMap of 1 MiB" in problem for problem in Kubernetes().check(job))

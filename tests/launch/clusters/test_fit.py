@@ -72,9 +72,10 @@ def test_a_recipe_may_name_its_run_folder(typed: str, tmp_path: Path, capsys: py
 
 
 def test_a_job_that_ships_its_files_needs_them_below(tmp_path: Path) -> None:
-    job = make_job("kubernetes", "train arith_cpu verifier.function=/abs/v.py:f", profile=make_profile(shared=None))
-    first, second = problems(job)
-    assert first.startswith("files that are shipped must lie below /shared/me, got /abs/v.py")
+    (tmp_path / "beside.py").touch()
+    words = f"train arith_cpu verifier.function={tmp_path}/v.py:f"
+    first, second = problems(make_job("kubernetes", words, profile=make_profile(shared=None)))
+    assert first.startswith(f"files that are shipped must lie below /shared/me, got {tmp_path}/v.py")
     assert second.endswith("shared folder, got none: set shared")
 
 
@@ -113,7 +114,7 @@ def test_the_recipe_and_plug_ins_that_are_one_s_own(tmp_path: Path, monkeypatch:
     Path("p.yaml").write_text("objective: {loss_function: loss.py:f}\n")
     job = make_job(words="train mine.yaml verifier.function=v.py:f")
     Path("imported.py").touch()
-    own = ["mine.yaml", "p.yaml", "flow.py", "imported.py", "loss.py", "v.py"]
+    own = ["mine.yaml", "p.yaml", "flow.py", "loss.py", "v.py", "imported.py"]
     assert own_files("mine.yaml", job) == list(map(Path, own))
     assert own_files("arith_cpu", make_job(words="train arith_cpu")) == []
 
