@@ -4,6 +4,7 @@ An entry point gives a function a name, so that any installed package can add it
 mechanism. A verifier may be a pydantic model, whose fields are then its arguments.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -34,6 +35,8 @@ PLUGIN_GROUPS = {
 """Kinds of functions, and the entry-point group of each."""
 PICKLE = ".pkl"
 """Suffix of a function that was pickled to a file."""
+_searched = set[str]()
+"""Folders in which functions, and their neighbours, are looked for."""
 
 
 def known_names(kind: str) -> list[str]:
@@ -179,6 +182,7 @@ def without_digests(text: str) -> str:
 
 def _search(folder: str) -> None:
     """Let modules in a folder be found; at the end, so that they cannot shadow a library."""
+    _searched.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)
 
@@ -197,6 +201,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     _search(str(path.parent))  # for its neighbours
+    _refuse_namesakes(path)
     spec = importlib.util.spec_from_file_location(f"_plugin_{path.stem}", path)
     assert spec is not None  # true for any path that ends in .py
     assert spec.loader is not None
@@ -204,3 +209,15 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _refuse_namesakes(path: Path) -> None:
+    """Raise if a file imports a neighbour that has a namesake in another's folder, which Python would take for it."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    for neighbour in (path.parent / f"{name.partition('.')[0]}.py" for name in sorted(names)):
+        found = importlib.util.find_spec(neighbour.stem) if neighbour.is_file() else None
+        taken = Path(found.origin or "") if found else neighbour
+        if taken.parent != path.parent and str(taken.parent) in _searched:
+            raise ImportError(f"{path} imports {neighbour.stem}, which is {taken} in this process: rename {neighbour}")

@@ -36,6 +36,21 @@ def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     assert find_function("only_here:rows", kind="source")("train") == [1]
 
 
+def test_a_neighbour_with_a_namesake_in_another_folder_is_refused(tmp_path: Path) -> None:
+    """Python keeps one module of a name. Seen failing with the first folder's words in the second's function."""
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "words_of_mine.py").write_text(f"WORD = '{folder}'\n")
+        (tmp_path / folder / "own.py").write_text(
+            "from words_of_mine import WORD\nimport json\ndef run(): return WORD\n"
+        )
+    (tmp_path / "second" / "json.py").touch()  # a library's name is the library
+    assert find_function(f"{tmp_path}/first/own.py:run", kind="workflow")() == "first"
+    assert find_function(f"{tmp_path}/first/own.py:run", kind="workflow")() == "first"
+    with pytest.raises(PluginError, match=r"second/own.py imports words_of_mine, which is .*first/words_of_mine.py"):
+        find_function(f"{tmp_path}/second/own.py:run", kind="workflow")
+
+
 def test_any_other_function_is_written_down_with_what_it_refers_to(tmp_path: Path) -> None:
     """Two of one name are two files. Seen failing with the name alone for the file: the first one's was lost."""
 
