@@ -216,8 +216,10 @@ def _refuse_namesakes(path: Path) -> None:
     nodes = list(ast.walk(ast.parse(path.read_bytes())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    for neighbour in (path.parent / f"{name.partition('.')[0]}.py" for name in sorted(names)):
-        found = importlib.util.find_spec(neighbour.stem) if neighbour.is_file() else None
-        taken = Path(found.origin or "") if found else neighbour
-        if taken.parent != path.parent and str(taken.parent) in _searched:
-            raise ImportError(f"{path} imports {neighbour.stem}, which is {taken} in this process: rename {neighbour}")
+    for name in sorted({name.partition(".")[0] for name in names}):
+        if not (neighbour := path.parent / f"{name}.py").is_file():
+            continue
+        found = importlib.util.find_spec(name)
+        taken = Path(found.origin) if found and found.origin else neighbour
+        if str(taken.parent) in _searched and not taken.samefile(neighbour):
+            raise ImportError(f"{path} imports {name}, which is {taken} in this process: rename {neighbour}")

@@ -45,8 +45,9 @@ def test_a_neighbour_with_a_namesake_in_another_folder_is_refused(tmp_path: Path
             "from words_of_mine import WORD\nimport json\ndef run(): return WORD\n"
         )
     (tmp_path / "second" / "json.py").touch()  # a library's name is the library
-    assert find_function(f"{tmp_path}/first/own.py:run", kind="workflow")() == "first"
-    assert find_function(f"{tmp_path}/first/own.py:run", kind="workflow")() == "first"
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    for folder in ("first", "link"):
+        assert find_function(f"{tmp_path}/{folder}/own.py:run", kind="workflow")() == "first"
     with pytest.raises(PluginError, match=r"second/own.py imports words_of_mine, which is .*first/words_of_mine.py"):
         find_function(f"{tmp_path}/second/own.py:run", kind="workflow")
 

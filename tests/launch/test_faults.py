@@ -216,9 +216,9 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
 
     Resumed, it hangs instead: the run says who, saves, begins again at this step, and waits for another engine.
 
-    The engine is stopped while a batch is waited for: where training is synchronous, all weights are handed over before
-    its first prompt, which the workflow holds up. At last every process is told to end at once, as by `scancel`; Ray's
-    own would end before anything is saved.
+    The engine is stopped while a batch is waited for: in synchronous training no hand-over is under way once a prompt
+    has begun, and the workflow holds that prompt up. In the end every process gets SIGTERM at once, as by `scancel`,
+    which would end Ray's processes before anything is saved.
 
     Seen failing without the save in `Controller._save_what_is_whole`, where vLLM's start lets SIGTERM through to the
     engine, and where the next signal cuts a rescue short.

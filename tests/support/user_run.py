@@ -23,7 +23,7 @@ from areal_lite.record.run_folder import RunFolder
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
-_PANEL = re.compile(r"╭─ areal-lite ─.*?╯(?=.*╭─ areal-lite ─)", flags=re.DOTALL)
+_PANEL = re.compile(r"╭─ areal-lite ─.*?╯", flags=re.DOTALL)
 _DEADLINE_S = 600.0
 _LEAVES_S = 300.0
 _POLL_S = 0.2
@@ -139,7 +139,8 @@ class UserRun:
 
     def _words(self) -> str:
         """The output with the last of its panels alone."""
-        return _PANEL.sub("", self.output)
+        *_, last = ["", *_PANEL.findall(self.output)]
+        return _PANEL.sub("", self.output) + last
 
     def _left_behind(self) -> list[str]:
         """Commands of what is still there long after the command's end (Ray's processes end on their own)."""
