@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
@@ -37,6 +38,12 @@ LONGEST = (
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""
 MOST_RUNS = 3
 """Lanes that start whole systems: with a fourth, a start of Ray can take longer than Ray waits."""
+
+
+@functools.cache
+def most_runs() -> int:
+    """One lane if others keep half of the machine busy as the tests begin: Ray waits no longer for its start then."""
+    return 1 if psutil.cpu_percent(interval=2) > 50 else MOST_RUNS
 
 
 @functools.cache
@@ -81,7 +88,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             has_other = any(lane not in of_runs and not lane.shutting_down for lane in self.assigned_work)
             fitting = runs or ([] if has_other else others)
         else:
-            fitting = others + (runs if len(of_runs) < MOST_RUNS else [])
+            fitting = others + (runs if len(of_runs) < most_runs() else [])
         long = [scope for name in LONGEST for scope in fitting if name in scope]
         short = [scope for scope in fitting if scope not in long]
         unfinished = [scope for scope, tests in self.assigned_work[node].items() if not all(tests.values())]
@@ -112,6 +119,16 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             lane[crashed] = True
         super().remove_node(node)
         return pending[0][1] if pending else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", None) == "loadscope" and "PYTEST_XDIST_WORKER" not in os.environ:
+        most_runs()  # before this session's own processes are what it sees
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    limited = config.getoption("dist", None) == "loadscope" and most_runs() < MOST_RUNS
+    return "others keep this machine busy: one test at a time starts the whole system" if limited else None
 
 
 @pytest.hookimpl(optionalhook=True)
