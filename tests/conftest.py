@@ -20,6 +20,8 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threads that tests abandon warn of their stores minutes later
+# Ray gives its workers 15 less: beside the tests of other lanes, or anybody's loop, they would hardly run at all.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # A job in the background of a script (`make test &`) is started with Ctrl-C ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(10_000)  # torch, transformers and vLLM are imported in less time
