@@ -20,8 +20,6 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threads that tests abandon warn of their stores minutes later
-# Ray gives its workers 15 less: beside the tests of other lanes, or anybody's loop, they would hardly run at all.
-os.environ.setdefault("RAY_worker_niceness", "0")
 # A job in the background of a script (`make test &`) is started with Ctrl-C ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(10_000)  # torch, transformers and vLLM are imported in less time
@@ -123,14 +121,20 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         return pending[0][1] if pending else None
 
 
+def is_busy(config: pytest.Config) -> bool:
+    """Tell whether a session in lanes began on a machine that others keep busy."""
+    in_lanes = config.getoption("dist", None) == "loadscope" and "PYTEST_XDIST_WORKER" not in os.environ
+    return in_lanes and most_runs() < MOST_RUNS
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", None) == "loadscope" and "PYTEST_XDIST_WORKER" not in os.environ:
-        most_runs()  # before this session's own processes are what it sees
+    if is_busy(config):  # asked before this session's own processes are what it sees
+        # Ray gives its workers 15 less: beside other programs that want all they would hardly run.
+        os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    limited = config.getoption("dist", None) == "loadscope" and most_runs() < MOST_RUNS
-    return "others keep this machine busy: tests in two lanes start the whole system, not in three" if limited else None
+    return "others keep this machine busy: whole systems start in two lanes, not three" if is_busy(config) else None
 
 
 @pytest.hookimpl(optionalhook=True)
