@@ -21,7 +21,6 @@ LOGITS_XV = LANGUAGE.random_table(1)
 OTHER_XV = LOGITS_XV + LANGUAGE.random_table(7, scale=0.7)
 """Logits of another policy, not far away."""
 POLICY_XV, REFERENCE_XV = LOGITS_XV.log_softmax(dim=1), OTHER_XV.log_softmax(dim=1)
-BEHAVIOUR_S = LANGUAGE.sequence_logprobs(REFERENCE_XV)
 REWARDS_S = LANGUAGE.random_rewards(0)
 UNCAPPED = 1e6
 
@@ -118,49 +117,32 @@ PRODUCT, FREE = {"behaviour_weight": "sequence"}, {"behaviour_weight_cap": UNCAP
 
 
 @pytest.mark.parametrize(
-    ("knobs", "samples", "lost"),
+    ("knobs", "lost"),
     [
-        ({"behaviour_weight": "sequence"}, 1, 0.0),
-        ({"behaviour_weight": "token"}, 1, 0.69),
-        ({"behaviour_weight": "none"}, 1, 0.59),
-        ({"behaviour_weight": "sequence", "baseline": "leave_one_out"}, 2, 0.0),
-        ({"behaviour_weight": "none", "baseline": "leave_one_out"}, 2, 0.85),
-        (GSPO | PRODUCT | FREE, 1, 0.0),
-        (GSPO | PRODUCT, 1, 0.39),
-        (GSPO | PRODUCT | {"behaviour_weight_above": "truncate"}, 1, 0.20),
-        (GSPO, 1, 0.45),
-        (GSPO | FREE, 1, 0.45),
-        (GSPO | FREE | {"behaviour_weight": "token"}, 1, 0.56),
-        (GSPO | {"behaviour_weight": "token"}, 1, 0.60),
-        (GSPO | {"behaviour_weight": "none"}, 1, 0.76),
+        ({"behaviour_weight": "sequence"}, 0.0),
+        ({"behaviour_weight": "token"}, 0.69),
+        ({"behaviour_weight": "none"}, 0.59),
+        (GSPO | PRODUCT | FREE, 0.0),
+        (GSPO | PRODUCT, 0.39),
+        (GSPO | PRODUCT | {"behaviour_weight_above": "truncate"}, 0.20),
+        (GSPO, 0.45),
+        (GSPO | FREE, 0.45),
+        (GSPO | FREE | {"behaviour_weight": "token"}, 0.56),
+        (GSPO | {"behaviour_weight": "token"}, 0.60),
+        (GSPO | {"behaviour_weight": "none"}, 0.76),
     ],
 )
-def test_what_weights_restore_of_the_gradient(
-    step: Callable[..., Tensor], knobs: dict[str, Any], samples: int, lost: float
-) -> None:
+def test_what_weights_restore_of_the_gradient(step: Callable[..., Tensor], knobs: dict[str, Any], lost: float) -> None:
     """The product over the whole sequence without a cap is exact; of the others a share of the step's length is lost.
 
+    With the samples of a group as baselines: test_rloo_climbs_the_regularised_return_exactly.
     GSPO climbs the return per token. With a weight per token there, one token's weight multiplies the gradients of all
     the others; the geometric mean, the preset's, never reaches the cap here. Seen failing with the weight inverted,
     with the product replaced by the token's own weight, with a weight of 1, and with the preset's weight per token.
     """
     exact_XV = gradient(REWARDS_S / LANGUAGE.lengths_S if "ratio_level" in knobs else REWARDS_S)
-    step_XV = step(knobs, samples=samples, behaviour_logits_XV=OTHER_XV)
+    step_XV = step(knobs, behaviour_logits_XV=OTHER_XV)
     assert relative_distance(step_XV, exact_XV) == pytest.approx(lost, abs=0.01 if lost else 1e-5)
-
-
-def test_token_weights_help_near_the_behaviour_policy_but_do_not_restore_the_gradient(
-    step: Callable[..., Tensor],
-) -> None:
-    """Six behaviour policies, half as far away: sequence weights 0, token weights 0.37 off on average, none 0.48.
-
-    A token-level weight is a correction for a small age. Seen failing with the weight inverted.
-    """
-    behaviours = [LOGITS_XV + LANGUAGE.random_table(seed, scale=0.35) for seed in range(7, 13)]
-    for level, lost in (("token", 0.37), ("none", 0.48)):
-        steps = [step({"behaviour_weight": level}, behaviour_logits_XV=logits_XV) for logits_XV in behaviours]
-        errors = [relative_distance(step_XV, gradient(REWARDS_S)) for step_XV in steps]
-        assert sum(errors) / len(errors) == pytest.approx(lost, abs=0.01)
 
 
 def test_token_weights_correct_the_choice_but_not_how_it_came_to_it(step: Callable[..., Tensor]) -> None:
@@ -176,23 +158,3 @@ def test_token_weights_correct_the_choice_but_not_how_it_came_to_it(step: Callab
     for proximal in ("recompute", "behaviour"):
         step_XV = step({"behaviour_weight": "token", "proximal": proximal}, behaviour_logits_XV=OTHER_XV)
         assert_equal(step_XV, expected_XV)
-
-
-@pytest.mark.parametrize(("above", "floor"), [("mask", 0.0), ("truncate", 0.0), ("mask", 0.7), ("truncate", 0.7)])
-def test_cap_and_floor_take_away_exactly_what_lies_beyond_them(
-    step: Callable[..., Tensor], above: str, floor: float
-) -> None:
-    """The step of E_mu[held(w) R log pi], held(w) = cap or 0 above the cap, 0 below the floor: biased by what left.
-
-    Seen failing with mask and truncate swapped, with the cap compared with the token's weight, and without the floor.
-    """
-    weights_S, cap = (LANGUAGE.sequence_logprobs(POLICY_XV) - BEHAVIOUR_S).exp(), 1.5
-    assert bool((weights_S > cap).any())
-    assert bool((weights_S < 0.7).any())
-    held_S = torch.where(weights_S <= cap, weights_S, cap if above == "truncate" else 0.0)
-    held_S = torch.where(weights_S < floor, 0.0, held_S)
-    expected_XV = gradient_of(
-        lambda pi: (BEHAVIOUR_S.exp() * held_S * REWARDS_S * LANGUAGE.sequence_logprobs(pi)).sum(), LOGITS_XV
-    )
-    limits = {"behaviour_weight_cap": cap, "behaviour_weight_above": above, "behaviour_weight_floor": floor}
-    assert_equal(step({"behaviour_weight": "sequence"} | limits, behaviour_logits_XV=OTHER_XV), expected_XV)
