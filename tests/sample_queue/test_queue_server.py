@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -42,20 +42,7 @@ def queue() -> Iterator[QueueClient]:
 # The whole path
 
 
-class Awaitably:
-    """The plain client with the methods of the other, so that one scenario serves both."""
-
-    def __init__(self, client: QueueClient) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        async def method(**fields: Any) -> Any:
-            return getattr(self._client, name)(**fields)
-
-        return method
-
-
-async def whole_path(queue: Any) -> None:
+async def whole_path(queue: AsyncQueueClient) -> None:
     assert await queue.lease_rollout(worker="rollout/0", limit=3, wait_s=0.0) == []  # admission is closed
     await queue.open_admission()
     leases = await queue.lease_rollout(worker="rollout/0", limit=3, wait_s=SOON_S)
@@ -98,14 +85,11 @@ async def whole_path(queue: Any) -> None:
     assert (counts["trained"], counts["abandoned"], counts["outstanding"]) == (2, 1, 0)
 
 
-@pytest.mark.parametrize("kind", [QueueClient, AsyncQueueClient])
-def test_a_group_goes_from_prompt_to_trained(kind: type[QueueClient | AsyncQueueClient]) -> None:
+def test_a_group_goes_from_prompt_to_trained() -> None:
     """Seen failing with work lent while admission is closed, and with a row's group taken for its sample."""
-    with serving() as access:
-        # Actors make their client before their event loop runs.
-        client = kind(access, timeout_s=SOON_S)
-        asyncio.run(whole_path(Awaitably(client) if isinstance(client, QueueClient) else client))
-        client.close()
+    # Actors make their client before their event loop runs.
+    with serving() as access, closing(AsyncQueueClient(access, timeout_s=SOON_S)) as client:
+        asyncio.run(whole_path(client))
 
 
 # Waiting
@@ -131,16 +115,12 @@ def parked_and_change(kind: str, client: QueueClient, clock: FakeClock) -> tuple
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "admission opens",
-        "a group is generated",
-        "a batch is ready",
-        "a step is complete",
-        "a lease expires",
-    ],
+    ["admission opens", "a group is generated", "a batch is ready", "a step is complete", "a lease expires"],
 )
 def test_a_parked_request_is_answered_when(kind: str) -> None:
-    """Seen failing with parked requests looked at only when their deadlines have passed."""
+    """Seen failing with parked requests looked at only when their deadlines have passed, and with `expire` never called
+    by the server.
+    """
     requests = {
         "lease_rollout": {"worker": "rollout/9", "limit": 1},
         "lease_verify": {"worker": "verifier/9", "limit": 1},
@@ -197,25 +177,6 @@ def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient)
 
 
 # Workers
-
-
-def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> None:
-    """Seen failing with `expire` never called by the server."""
-    clock = FakeClock()
-    with open_queue(clock=clock, lease_timeout_s=10.0) as client:
-        lost, *kept = client.lease_rollout(worker="rollout/0", limit=4, wait_s=0.0)  # all there is
-        kept_ids = [lease.lease_id for lease in kept]
-        clock.now = 6.0
-        assert client.heartbeat(worker="rollout/0", lease_ids=kept_ids, progress=1) == []
-        clock.now = 12.0
-        (again,) = client.lease_rollout(worker="rollout/1", limit=1, wait_s=SOON_S)
-        assert again.group == lost.group
-        assert again.lease_id != lost.lease_id
-        held = [*kept_ids, lost.lease_id]
-        assert client.heartbeat(worker="rollout/0", lease_ids=held, progress=2) == [lost.lease_id]
-        assert client.complete_rollout(lease_id=lost.lease_id, samples=make_samples()) is False
-        assert client.complete_rollout(lease_id=again.lease_id, samples=make_samples()) is True
-        assert client.complete_rollout(lease_id=kept_ids[0], samples=make_samples()) is True
 
 
 def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:

@@ -20,12 +20,7 @@ from areal_lite.errors import HandoverError
 from areal_lite.train.gathers import whole_parameters
 from areal_lite.weights import gloo, prepared
 from areal_lite.weights import publisher as publisher_module
-from areal_lite.weights.gloo import (
-    GlooInitInfo,
-    GlooSender,
-    GlooWeightTransferEngine,
-    packed,
-)
+from areal_lite.weights.gloo import GlooInitInfo, GlooSender, GlooWeightTransferEngine, packed
 from areal_lite.weights.publisher import WeightPublisher
 
 HOST = "127.0.0.1"
