@@ -19,19 +19,15 @@ from episode_builders import Failing, Speaker
 SAID = ["so " + CALL, "it is 3"]
 
 
-def rendered(messages: list[dict[str, Any]], tools: list[Any]) -> str:
-    """As transformers renders it, with the schema as it was given."""
-    text = make_tokenizer(TOOLS_TEMPLATE).apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    return str(text)
-
-
 def check_calls(sample: Any, speaker: Any) -> None:
-    """Two calls on one way: the second after the exact tokens of the first and the tool's answer alone."""
+    """Two calls on one way: the second after the exact tokens of the first and the tool's answer alone.
+
+    The first is as transformers renders it, with the schema as it was given.
+    """
     assert sample.branches == ()
     contexts = [speaker.tokenizer.decode(context) for context in speaker.contexts]
-    assert contexts[0] == rendered([user("1+2?")], [ADD])
+    render = speaker.tokenizer.apply_chat_template
+    assert contexts[0] == render([user("1+2?")], tools=[ADD], tokenize=False, add_generation_prompt=True)
     assert contexts[1].startswith(contexts[0] + SAID[0] + "<|im_end|>\n<|im_start|>tool\n3<|im_end|>")
     assert speaker.tokenizer.decode(own(sample)) == "".join(said + "<|im_end|>" for said in SAID)
     assert [m["role"] for m in sample.messages] == ["assistant", "tool", "assistant"]
@@ -55,13 +51,8 @@ def test_chat_tools_and_streams_keep_every_token(is_streamed: bool) -> None:
         (first,) = (await ask(model="m", messages=[user("1+2?")], tools=[ADD])).choices
         (call,) = first.message.tool_calls
         assert (first.finish_reason, first.message.content.strip(), call.function.name) == ("tool_calls", "so", "add")
-        said = {
-            "role": "assistant",
-            "content": [{"type": "text", "text": "so"}],
-            "tool_calls": [
-                {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
-            ],
-        }
+        called = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
+        said = {"role": "assistant", "content": [{"type": "text", "text": "so"}], "tool_calls": [called]}
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
         (last,) = (await ask(model="m", messages=[user("1+2?"), said, result], tools=[ADD])).choices
         assert (last.finish_reason, last.message.content) == ("stop", "it is 3")
@@ -79,12 +70,8 @@ def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
         ask: Any = partial(read, client.messages, **asked) if is_streamed else partial(client.messages.create, **asked)
         first = await ask(messages=[user("1+2?")])
         text, use = first.content
-        assert (first.stop_reason, text.text.strip(), use.name, use.input) == (
-            "tool_use",
-            "so",
-            "add",
-            {"a": 1, "b": 2},
-        )
+        assert (first.stop_reason, text.text.strip()) == ("tool_use", "so")
+        assert (use.name, use.input) == ("add", {"a": 1, "b": 2})
         said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
         result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "3"}]}
         last = await ask(messages=[user("1+2?"), said, result])
@@ -130,10 +117,7 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
         text, use = first.output
         assert (text.content[0].text.strip(), use.name, json.loads(use.arguments)) == ("so", "add", {"a": 1, "b": 2})
         result = {"type": "function_call_output", "call_id": use.call_id, "output": "3"}
-        said = [
-            {k: v for k, v in item.model_dump(exclude_none=True).items() if k != "parsed_arguments"}
-            for item in (text, use)
-        ]
+        said = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in (text, use)]
         last = await ask(model="m", input=[user("1+2?"), *said, result], tools=[flat])
         assert last.output_text == "it is 3"
         with pytest.raises(openai.BadRequestError, match="send the whole input again"):

@@ -33,12 +33,10 @@ said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 """
 
 
-def play(tmp_path: Path, program: str, *, memory_mb: int = 4096, is_sandboxed: bool = False) -> Sample:
+def play(tmp_path: Path, program: str, **options: Any) -> Sample:
     file = tmp_path / "agent.py"
     file.write_text(ASKS + program)
-    command = functools.partial(
-        run_command, command=f"{sys.executable} {file}", memory_mb=memory_mb, is_sandboxed=is_sandboxed
-    )
+    command = functools.partial(run_command, command=f"{sys.executable} {file}", **{"memory_mb": 4096} | options)
     sample, _ = trained(command, ["12"])
     return sample
 

@@ -45,7 +45,7 @@ def test_twenty_turns_train_the_tokens_that_were_sampled() -> None:
     assert [message["role"] for message in sample.messages] == ["assistant", "user"] * 19 + ["assistant"]
 
 
-async def two_branches(task: Mapping[str, Any], llm: Any) -> float:
+async def two_branches(task: Mapping[str, Any], llm: Any) -> None:
     """Plan, edit what was planned (so the history is another), and ask the first way once more at the end."""
     plan = [user("plan")]
     await say(llm, plan)
@@ -53,7 +53,16 @@ async def two_branches(task: Mapping[str, Any], llm: Any) -> float:
     await say(llm, edited)
     plan.append(user("go on"))
     await say(llm, plan)
-    return 1.0
+
+
+def paying(value: Any) -> Callable[..., Any]:
+    """An agent of two branches that returns this."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> Any:
+        await two_branches(task, llm)
+        return value
+
+    return agent
 
 
 def test_history_that_was_rewritten_is_a_branch() -> None:
@@ -114,52 +123,30 @@ def test_two_agents_in_one_rollout_do_not_interleave() -> None:
 
 def test_a_dict_is_a_reward_with_parts_and_none_is_left_to_the_verifier() -> None:
     """Seen failing without parts, and with what is no reward passed on."""
-
-    def returns(value: Any) -> Callable[..., Any]:
-        async def agent(task: Mapping[str, Any], llm: Any) -> Any:
-            await say(llm, [user(task["prompt"])])
-            return value
-
-        return agent
-
-    sample, _ = trained(returns({"reward": 0.5, "brief": 1}), ["a"])
+    sample, _ = trained(paying({"reward": 0.5, "brief": 1}), ["p1", "s", "p2"])
     assert sample.score is not None
     assert (sample.score.reward, sample.score.parts) == (0.5, {"brief": 1.0})
     for wrong in ("good", {"brief": 1.0}, float("nan")):
         with pytest.raises(EpisodeError, match=r"workflow:ValueError: an agent must return its reward"):
-            trained(returns(wrong), ["a"])
+            trained(paying(wrong), ["p1", "s", "p2"])
 
 
 def test_a_reward_for_each_call_is_paid_where_the_call_ends() -> None:
     """That of a call on another way counts for all. Seen failing with places counted from the last call on."""
-
-    def returns(*calls: Any) -> Callable[..., Any]:
-        async def agent(task: Mapping[str, Any], llm: Any) -> Any:
-            await two_branches(task, llm)
-            return {"reward": 1, "calls": calls, "brief": 2}
-
-        return agent
-
-    sample, speaker = trained(returns(0.5, 4, 0.25), ["p1", "s", "p2"])
+    sample, speaker = trained(paying({"reward": 1, "calls": (0.5, 4, 0.25), "brief": 2}), ["p1", "s", "p2"])
     assert sample.score is not None
     assert (sample.score.reward, sample.score.parts, sample.total_reward) == (5, {"brief": 2.0}, 5.75)
     ends = {step.token: step.value for step in sample.step_rewards}
     assert list(ends.values()) == [0.5, 0.25]
-    assert [speaker.tokenizer.decode(sample.token_ids[: end + 1])[-12:] for end in ends] == [
-        "p1<|im_end|>",
-        "p2<|im_end|>",
-    ]
+    paid = [speaker.tokenizer.decode(sample.token_ids[: end + 1]) for end in ends]
+    assert [text[-12:] for text in paid] == ["p1<|im_end|>", "p2<|im_end|>"]
     for wrong, message in (((1, 2), "each of the 3 answered, got"), ((1, 2, float("nan")), "float32")):
         with pytest.raises(EpisodeError, match=f"workflow:ValueError: .*{message}"):
-            trained(returns(*wrong), ["p1", "s", "p2"])
+            trained(paying({"reward": 1, "calls": wrong}), ["p1", "s", "p2"])
 
 
 def test_agents_that_fail_are_lost_samples() -> None:
-    """One that raises, that calls nothing, that never ends: no reward. Seen failing with an error that pays 0."""
-
-    async def raises(task: Mapping[str, Any], llm: Any) -> float:
-        await say(llm, [user("a")])
-        raise KeyError("tool")
+    """One that calls nothing, that never ends: no reward. One that raises: test_agent_requests.py."""
 
     async def silent(task: Mapping[str, Any], llm: Any) -> float:
         return 1.0
@@ -168,7 +155,7 @@ def test_agents_that_fail_are_lost_samples() -> None:
         await say(llm, [user("a")])
         await asyncio.sleep(3600)
 
-    for agent, message in ((raises, "workflow:KeyError"), (silent, "at least once"), (endless, "turn_timeout_s=0.5")):
+    for agent, message in ((silent, "at least once"), (endless, "turn_timeout_s=0.5")):
         with pytest.raises(EpisodeError, match=message):
             trained(agent, ["a"], turn_timeout_s=0.5)
 

@@ -39,8 +39,6 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
 CLEAR = 10
 """How many tolerances a changed parameter must move some log-probability, or its test would show nothing."""
 TEMPERATURE = 0.8
-END = 1
-"""The end token."""
 SEQUENCES = [
     ([2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 2, 5, 5, 3, 9]),
     ([11], [2, 2, 3, 4, 3, 2, 10, 1]),
@@ -105,18 +103,15 @@ class Pair:
     ) -> None:
         self._ranks = ranks
         self.engine, self.background, self._transport = engine, background, transport
-        self.model_folder = model_folder
         device = trainer_device(transport)
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).to(device).eval()
         self.tolerance = TOLERANCE[device.type]
         self.version = 0
         self._noise = torch.Generator().manual_seed(0)
 
-    def connect(self, *, model: nn.Module | None = None) -> Any:
-        """Connect a new publisher of a model, by default the pair's; returns it."""
-        return publisher_to(
-            self.engine, self.background, model or self.model, transport=self._transport, ranks=self._ranks
-        )
+    def connect(self) -> Any:
+        """Connect a new publisher of the model, and return it."""
+        return publisher_to(self.engine, self.background, self.model, transport=self._transport, ranks=self._ranks)
 
     def hand_over(self, publisher: Any) -> None:
         self.version += 1
@@ -209,7 +204,8 @@ def test_a_sample_across_a_publication_names_the_weights_of_each_token(pair: Pai
     """I3: each span's log-probabilities are those of the version it names, temperature included.
 
     Over gloo the samples continue while the new weights are received and staged. Seen failing with a pause that keeps
-    the caches.
+    the caches. Every second sample goes on after the end token: seen failing with `min_tokens` in place of
+    `ignore_eos`, which forbids that token, and moves all others.
     """
     publisher = pair.connect()
     pair.hand_over(publisher)
@@ -232,28 +228,6 @@ def test_a_sample_across_a_publication_names_the_weights_of_each_token(pair: Pai
             (expected,) = expected_logprobs(model, [(prompt_of(prompt_id), output)], temperature=TEMPERATURE)
             part = slice(span.start, span.end)
             assert largest_difference([sample.logprobs[part]], [expected[part]]) < pair.tolerance, span
-
-
-@gloo
-def test_samples_continue_after_the_end_token_with_the_models_logprobs(pair: Pair) -> None:
-    """`ignore_end`: every token, the end among them, was drawn from the model's own distribution.
-
-    Seen failing with `min_tokens` in place of `ignore_eos`: it forbids the end token, and moves all others.
-    """
-    model = AutoModelForCausalLM.from_pretrained(pair.model_folder, dtype=torch.float32).eval()
-    pair.hand_over(pair.connect(model=model))
-
-    async def generate() -> list[Sample]:
-        samplings = [Sampling(max_new_tokens=60, temperature=1.0, seed=seed, ignore_end=True) for seed in range(8)]
-        return await asyncio.gather(*(pair.engine.generate([5, 6], sampling) for sampling in samplings))
-
-    samples = pair.background.call(generate())
-    assert [sample.num_tokens for sample in samples] == [60] * 8
-    assert all(sample.stop_reason is StopReason.LENGTH for sample in samples)
-    assert any(END in sample.token_ids[:-1] for sample in samples)
-    for sample in samples:
-        expected = expected_logprobs(model, [([5, 6], sample.token_ids.tolist())])
-        assert largest_difference([sample.logprobs], expected) < pair.tolerance
 
 
 @gloo
@@ -348,6 +322,7 @@ def test_a_stop_string_ends_a_turn_and_changes_nothing_before_it(started: tuple[
         return background.call(engine.generate(ids("1-9?"), sampling))
 
     whole = draw()
+    assert (whole.num_tokens, whole.stop_reason) == (40, StopReason.LENGTH)  # the end token is in it, see below
     marks = {engine.tokenizer.eos_token, engine.tokenizer.pad_token}
     tokens = engine.tokenizer.convert_ids_to_tokens(whole.token_ids.tolist())
     assert whole.text == "".join(token for token in tokens if token not in marks)

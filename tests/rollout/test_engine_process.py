@@ -1,10 +1,14 @@
 """What every process of an engine does first."""
 
+import logging.config
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 
-from areal_lite.rollout.engine_process import in_a_line
+import pytest
+
+from areal_lite.rollout.engine_process import EngineErrors, in_a_line, set_up_engine_process
 
 KILLED = """
 import multiprocessing, os, signal
@@ -43,12 +47,8 @@ if __name__ == "__main__":
 """
 
 
-FAILING = """
-import logging.config, multiprocessing, os, sys
-
-def work():
-    from areal_lite.rollout.engine_process import set_up_engine_process
-
+def log_errors() -> None:
+    """As vLLM does in a process of an engine; each error has a cause."""
     set_up_engine_process()
     core, registry = "vllm.v1.engine.core", "vllm.model_executor.models.registry"
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"vllm": {"level": "INFO"}}})
@@ -61,35 +61,27 @@ def work():
     ):
         try:
             try:
-                raise ImportError(f"this needs\\n{name}")
+                raise ImportError(f"this needs\n{name}")
             except ImportError as error:
                 raise RuntimeError("no worker") from error
         except RuntimeError:
             logging.getLogger(logger).exception(line, *["it"] * line.count("%"))
 
-if __name__ == "__main__":
-    from areal_lite.rollout.engine_process import EngineErrors
 
-    errors = EngineErrors()
-    os.environ |= errors.environment
-    print(repr(errors.first()), flush=True)
-    process = multiprocessing.get_context("spawn").Process(target=work)
-    process.start()
-    process.join()
-    print(errors.first())
-"""
-
-
-def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(tmp_path: Path) -> None:
+def test_the_first_error_of_an_engine_reaches_the_process_that_owns_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a line, with its root; not an error that it survived.
 
     Seen failing with vLLM's own words alone: `Engine core initialization failed`, with a handler, which vLLM's own
     configuration of logging removed, and with the first error logged, which an engine killed later did not die of.
     """
-    line = "RuntimeError: no worker; caused by ImportError: this needs torchvision"
-    (tmp_path / "failing.py").write_text(FAILING)
-    done = subprocess.run([sys.executable, tmp_path / "failing.py"], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["''", line], done.stderr
+    errors = EngineErrors()
+    assert errors.first() == ""
+    for name, value in errors.environment.items():
+        monkeypatch.setenv(name, value)
+    process = multiprocessing.get_context("spawn").Process(target=log_errors)
+    process.start()
+    process.join()
+    assert errors.first() == "RuntimeError: no worker; caused by ImportError: this needs torchvision"
 
 
 def test_of_an_error_that_quotes_a_traceback_the_last_line_counts() -> None:
