@@ -171,7 +171,7 @@ def test_gsm8k_scores_its_own_answers_and_no_others(name: str) -> None:
 
     The reference is read here by splitting at `####`. Seen failing with thousands separators left in numbers.
     """
-    rows = [json.loads(line) for line in (gsm8k_folder() / f"{name}.jsonl").read_text().splitlines() if line.strip()]
+    rows = gsm8k_rows(name)
     answers = [Decimal(row["answer"].split("####")[1].strip().replace(",", "")) for row in rows]
     start = time.monotonic()
     failures = []
@@ -187,16 +187,15 @@ def test_gsm8k_scores_its_own_answers_and_no_others(name: str) -> None:
 @pytest.mark.data
 def test_gsm8k_without_marks_goes_through_the_library() -> None:
     """A sample of 150: `The result: 1,234 dollars` and LaTeX, which take the way of all other mathematics."""
-    lines = (gsm8k_folder() / "test.jsonl").read_text().splitlines()[:150]
-    answers = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
+    answers = [row["answer"].split("####")[1].strip() for row in gsm8k_rows("test")[:150]]
     for index, answer in enumerate(answers):
         equal = float(Decimal(answer.replace(",", "")) == Decimal(answers[index - 1].replace(",", "")))
         assert SIX("", f"In all that makes {answer} dollars", f"#### {answer}") == 1.0
         assert SIX("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}") == equal
 
 
-def gsm8k_folder() -> Path:
+def gsm8k_rows(name: str) -> list[dict[str, Any]]:
     folder = os.environ.get("AREAL_LITE_GSM8K_DIR")
     if not folder:
         pytest.fail('tests marked `data` need AREAL_LITE_GSM8K_DIR: set it, or leave them out with -m "not data"')
-    return Path(folder)
+    return [json.loads(line) for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines() if line.strip()]

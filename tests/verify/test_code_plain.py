@@ -20,19 +20,13 @@ def attack(name: str, *, token: str = "") -> Any:
     return run_code(program, sandbox="plain", tests=[{"input": "", "output": "contained"}], **limits)
 
 
-@pytest.mark.parametrize(
-    ("name", "statuses"),
-    [
-        ("ignores signals", {"timeout"}),
-        ("memory hogs", {"memory"}),
-    ],
-)
-def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, statuses: set[str]) -> None:
+@pytest.mark.parametrize(("name", "status"), [("ignores signals", "timeout"), ("memory hogs", "memory")])
+def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, status: str) -> None:
     """Seen failing with the tree not looked at (memory hogs) and with `sweeping` emptied (memory hogs)."""
     before = set(descendants(os.getpid()))
     result = attack(name)
     assert result.reward == 0.0
-    assert {status for status, share in result.metrics.items() if share} <= statuses
+    assert {name for name, share in result.metrics.items() if share} <= {status}
     assert set(descendants(os.getpid())) <= before
 
 

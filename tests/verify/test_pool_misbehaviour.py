@@ -56,8 +56,8 @@ def marked(mark):
     return found
 
 
-def score(function, completions, **options):
-    return replies_of(f"{HOGS}:{function}", completions, **{"timeout_s": 20.0, "memory_mb": 160} | options)
+def score(completions, **options):
+    return replies_of(f"{HOGS}:leak", completions, **{"timeout_s": 20.0, "memory_mb": 160} | options)
 
 
 @pytest.mark.parametrize(("harm", "failure"), FAILURES.items())
@@ -68,6 +68,7 @@ async def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, fail
     `daemon_exit`: both daemons lived on with PR_SET_CHILD_SUBREAPER left out.
     `daemon`: it lives as long as its worker, and was there after `close` with PR_SET_CHILD_SUBREAPER left out.
     `raw`: a time-out with the size of a reply unchecked.
+    `reply`: it does not cost the process; one restart without the size looked at in `packed`.
     """
 
     usual = 3 if harm == "daemon" else 2  # a keeper and its worker
@@ -77,16 +78,11 @@ async def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, fail
         (after,) = await pool.score(make_prompt(), ["right"])
         assert (reply.failure, after.reward) == (failure, 1.0)
         assert pool.gauges()["failures"] == ({failure: 1} if failure else {})
+        assert harm != "reply" or pool.gauges()["restarts"] == 0
         async with asyncio.timeout(60.0):
             while len(marked(mark)) != usual:
                 await asyncio.sleep(0.02)
     assert marked(mark) == []
-
-
-def test_a_reply_that_is_too_large_does_not_cost_the_process():
-    """Seen failing (one restart) without the size looked at in `packed`."""
-    replies, gauges = score("hog", ["reply", "right"])
-    assert ([reply.reward for reply in replies], gauges["restarts"]) == ([None, 1.0], 0)
 
 
 # --- leaks ---
@@ -98,7 +94,7 @@ def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak):
 
     Seen failing (most calls, no restart) without the look at `first_failure`.
     """
-    replies, gauges = score("leak", [leak] * 12, memory_mb=48, max_failure_share=0.5)
+    replies, gauges = score([leak] * 12, memory_mb=48, max_failure_share=0.5)
     assert [reply.failure for reply in replies] == [None] * 12
     assert gauges["restarts"] >= 12 // 9
 
@@ -108,14 +104,14 @@ def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either():
 
     Seen failing (0 restarts) without the look at `first_failure`.
     """
-    replies, gauges = score("leak", ["too large", "none"])
+    replies, gauges = score(["too large", "none"])
     assert [reply.failure for reply in replies] == ["memory", None]
     assert (gauges["restarts"], gauges["failures"]) == (2, {"memory": 1})
 
 
 def test_what_the_first_call_keeps_is_no_leak():
     """30 of 36 MiB: a fresh process would be no better. Seen failing (one restart) with `_worn_above` 0.8."""
-    replies, gauges = score("leak", ["large", "none", "none", "none"], memory_mb=36)
+    replies, gauges = score(["large", "none", "none", "none"], memory_mb=36)
     assert (len({reply.reward for reply in replies}), gauges["restarts"]) == (1, 0)
 
 

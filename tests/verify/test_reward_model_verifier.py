@@ -17,18 +17,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from areal_lite.config.data import CHAT
 from areal_lite.config.recipe import parse_config
 from areal_lite.data.completions import load_offline
-from areal_lite.errors import ConfigError, VerifierError
-from areal_lite.types import Score
+from areal_lite.errors import ConfigError
 from areal_lite.verify.builtin.reward_model import reward_model
 
 SLOW = """
 import time
 from areal_lite.verify import prepared_by
 
-def prepare(*, model, **others):
-    if model == "missing":
-        raise FileNotFoundError("there is no such model")
-    time.sleep(0.0 if model == "quick" else 2.0)
+def prepare(**arguments):
+    time.sleep(2.0)
 
 @prepared_by(prepare)
 def verify(prompt, completion, answer, *, model, weight=1.0, **row):
@@ -36,35 +33,12 @@ def verify(prompt, completion, answer, *, model, weight=1.0, **row):
 """
 
 
-def score(
-    function: str, arguments: dict[str, Any], *batches: list[str], timeout_s: float = 30.0, **row: Any
-) -> list[Score]:
-    """Score completions of the prompt 12 in one process, one batch after another; "34" where none is given."""
-    prompt = make_prompt("3", text="12", **row)
-    replies, _ = replies_of(function, *batches or (["34"],), prompt=prompt, arguments=arguments, timeout_s=timeout_s)
-    return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> str:
-    (tmp_path / "slow.py").write_text(SLOW)
-    return f"{tmp_path / 'slow.py'}:verify"
-
-
-def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(slow: str) -> None:
+def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(tmp_path: Path) -> None:
     """Preparing takes two seconds, a call may take 1.5. Seen failing with `prepare` left to the first call."""
-    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=1.5) == [Score(reward=2.0, failure=None)]
-
-
-def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
-    with pytest.raises(VerifierError, match=r"cannot be prepared with \{'model': 'missing'\}(.|\n)*no such model"):
-        score(slow, {"model": "missing"})
-
-
-def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) -> None:
-    """Seen failing with the row put over the arguments: the column won."""
-    (reply,) = score(slow, {"model": "quick"}, model="other")
-    assert reply.failure == "exception:TypeError"
+    (file := tmp_path / "slow.py").write_text(SLOW)
+    arguments = {"model": "four", "weight": 0.5}
+    ((reply,), _) = replies_of(f"{file}:verify", ["34"], arguments=arguments, timeout_s=1.5)
+    assert (reply.reward, reply.failure) == (2.0, None)
 
 
 def test_such_a_column_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -76,12 +50,9 @@ def test_such_a_column_is_refused_before_anything_starts(tmp_path: Path) -> None
         data[key] = str(tmp_path / key)
         Path(data[key]).write_text(json.dumps({"question": "1+1=?", "answer": "2", **row}))
     settings = {"data": data, "model": {"warm_start": {"steps": 0}}, "verifier": {"arguments": {"level": 2}}}
-    with pytest.raises(ConfigError, match="got level"):
-        check_recipe(parse_config(settings), Reach.FILES)
-    config = parse_config({"verifier": {"arguments": {"model": "x", "level": 2}}})
-    prompt = make_prompt(level=1)
     with pytest.raises(ConfigError, match=r"verifier\.arguments must have names of their own, got level"):
-        check_argument_names(config, [prompt])
+        check_recipe(parse_config(settings), Reach.FILES)
+    prompt = make_prompt(level=1)
     with pytest.raises(ConfigError, match="got answer"):
         check_argument_names(parse_config({"verifier": {"arguments": {"answer": "x"}}}), [prompt])
     check_argument_names(parse_config({"verifier": {"arguments": {"model": "x"}}}), [prompt])
@@ -110,7 +81,10 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
     """
     expected = logit(folder, "1234", end=[1])
     assert abs(expected) > 1e-3
-    first, *batch = score("reward_model", {"model": folder}, ["34"], ["3", "4" * 90, "5"])
+    batches, prompt = (["34"], ["3", "4" * 90, "5"]), make_prompt("3", text="12")
+    (first, *batch), _ = replies_of(
+        "reward_model", *batches, prompt=prompt, arguments={"model": folder}, timeout_s=30.0
+    )
     assert first.reward == pytest.approx(expected, abs=1e-5)
     assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
 

@@ -9,14 +9,14 @@ import psutil
 import pytest
 from episode_builders import in_loop
 from executed_lines import executed_lines
-from places import FIXTURES
+from places import FIXTURES, SUPPORT
 from pool_builders import make_prompt, replies_of, running_pool
 from user_run import alive, wait_until
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
-from areal_lite.types import Score
 from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.protocol import Reply
 
 pytestmark = pytest.mark.deadline
 
@@ -25,21 +25,12 @@ PATIENCE_S = 120.0
 """Only a bound on how long a failing test hangs; nothing is measured with it."""
 
 
-def settings(function=BEHAVE, **options):
-    return VerifierSettings(function=function, **{"timeout_s": 1.0, "max_failure_share": 1.0, **options})
-
-
 def running(function=BEHAVE, **options):
     return running_pool(function, within_s=PATIENCE_S, **{"timeout_s": 1.0} | options)
 
 
 def score(completions, *, function=BEHAVE, **options):
-    replies, _ = replies_of(function, completions, **{"timeout_s": 1.0} | options)
-    return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
-
-
-async def scores_of(pool, prompt, completions):
-    return [Score(reward=reply.reward, failure=reply.failure) for reply in await pool.score(prompt, completions)]
+    return replies_of(function, completions, **{"timeout_s": 1.0} | options)[0]
 
 
 def children():
@@ -61,7 +52,7 @@ def test_rewards_come_back_in_order_over_several_processes(tmp_path):
 
 
 def test_the_function_gets_prompt_answer_and_row():
-    assert score(["row"], prompt=make_prompt(level=3, tags=["x"])) == [Score(reward=1.0)]
+    assert score(["row"], prompt=make_prompt(level=3, tags=["x"])) == [Reply(1.0)]
 
 
 FAILURES = {
@@ -94,12 +85,12 @@ def test_files_of_the_working_folder_do_not_shadow_a_library(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token.py").write_text("raise RuntimeError")
     (tmp_path / "my_scores.py").write_text("def half(*_):\n    return 0.5\n")
-    assert score(["x"], function="my_scores:half") == [Score(reward=0.5)]
+    assert score(["x"], function="my_scores:half") == [Reply(0.5)]
 
 
 def test_prints_neither_block_nor_reach_the_channel(capfd):
     """Seen failing with the `os.dup2` loop of `_work` removed."""
-    assert score(["flood", "right", "flood"], timeout_s=PATIENCE_S) == [Score(reward=1.0)] * 3
+    assert score(["flood", "right", "flood"], timeout_s=PATIENCE_S) == [Reply(1.0)] * 3
     assert "xxx" not in "".join(capfd.readouterr())
 
 
@@ -114,7 +105,7 @@ def test_long_texts_and_odd_characters_pass():
     prompt = make_prompt(text="ä\ud800" * 1_000_000, answer="7")
     completions = ["x" * 3_000_000 + "#7", "\udfff 7"]
     scores = score(completions, function="last_number", prompt=prompt, timeout_s=PATIENCE_S / 2)
-    assert scores == [Score(reward=1.0)] * 2
+    assert scores == [Reply(1.0)] * 2
 
 
 def test_async_functions_are_awaited_in_one_lasting_loop():
@@ -134,10 +125,10 @@ async def test_a_stuck_verifier_does_not_slow_its_neighbours():
         stuck = asyncio.create_task(pool.score(make_prompt(), ["sleep"]))
         while not pool.gauges()["busy"]:
             await asyncio.sleep(0.01)
-        scores = await asyncio.gather(*(scores_of(pool, make_prompt(), ["right"] * 8) for _ in range(20)))
+        scores = await asyncio.gather(*(pool.score(make_prompt(), ["right"] * 8) for _ in range(20)))
         assert not stuck.done()
         stuck.cancel()
-    assert scores == [[Score(reward=1.0)] * 8] * 20
+    assert scores == [[Reply(1.0)] * 8] * 20
 
 
 def test_importing_is_not_charged_to_a_call(tmp_path):
@@ -157,7 +148,7 @@ async def test_close_ends_promptly_and_leaves_no_process(stage):
     cancelled before its first step never did (`at once`, `twice`).
     """
     before = children()
-    pool = VerifierPool(settings(processes=2, timeout_s=600.0))
+    pool = VerifierPool(VerifierSettings(function=BEHAVE, processes=2, timeout_s=600.0))
     if stage != "not started":
         await pool.start()
     if stage == "idle":
@@ -180,18 +171,11 @@ async def test_close_ends_promptly_and_leaves_no_process(stage):
 def test_a_killed_parent_leaves_no_orphan(tmp_path):
     """Neither the worker nor what it started, in a session of its own too. Seen failing without `die_with_parent`."""
     program = (
-        "import asyncio, sys\nfrom areal_lite.config.verifier import VerifierSettings\n"
-        "from areal_lite.types import Prompt\n"
-        "from areal_lite.verify.pool import VerifierPool\n"
-        "async def main():\n"
-        "    pool = VerifierPool(VerifierSettings(function=sys.argv[1], timeout_s=600))\n"
-        "    await pool.start()\n"
-        "    prompt = Prompt(prompt_id='a/0/0', text='p', token_ids=(1,), answer=sys.argv[2])\n"
-        "    await pool.score(prompt, ['fork_hang'])\n"
-        "asyncio.run(main())\n"
+        "import sys; from pool_builders import make_prompt, replies_of\n"
+        "replies_of(sys.argv[1], ['fork_hang'], prompt=make_prompt(sys.argv[2]), timeout_s=600)"
     )
     pid_file = tmp_path / "pid"
-    parent = subprocess.Popen([sys.executable, "-c", program, BEHAVE, str(pid_file)])
+    parent = subprocess.Popen([sys.executable, "-c", program, BEHAVE, str(pid_file)], cwd=SUPPORT)
     try:
         wait_until(lambda: pid_file.exists() and pid_file.read_text(), "call")
     finally:
@@ -208,7 +192,7 @@ async def test_a_cancelled_caller_does_not_wedge_the_pool():
         while not pool.gauges()["busy"]:
             await asyncio.sleep(0.01)
         task.cancel()
-        assert await scores_of(pool, make_prompt(), ["right"]) == [Score(reward=1.0)]
+        assert await pool.score(make_prompt(), ["right"]) == [Reply(1.0)]
         assert pool.gauges()["calls"] == 2
 
 
@@ -219,7 +203,7 @@ async def test_a_call_costs_the_same_with_many_waiting():
     async def lines_per_call(number):
         async with running(processes=2, timeout_s=PATIENCE_S) as pool:
             with executed_lines("verify") as lines:
-                await scores_of(pool, make_prompt(), ["right"] * number)
+                await pool.score(make_prompt(), ["right"] * number)
         return lines.total() / number
 
     few = await lines_per_call(64)
@@ -243,7 +227,8 @@ async def test_a_call_costs_the_same_with_many_waiting():
 def test_a_function_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path, source, function, message):
     (tmp_path / "v.py").write_text(source)
     seconds = 0.5 if "sleep" in source else PATIENCE_S
-    pool = VerifierPool(settings(f"{tmp_path / 'v.py'}:{function}", processes=2), start_timeout_s=seconds)
+    settings = VerifierSettings(function=f"{tmp_path / 'v.py'}:{function}", processes=2)
+    pool = VerifierPool(settings, start_timeout_s=seconds)
     before = children()
     with pytest.raises(VerifierError, match=f"(?s){message}"):
         asyncio.run(pool.start())
@@ -253,7 +238,7 @@ def test_a_function_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_pa
 def test_a_file_may_import_its_neighbours(tmp_path):
     (tmp_path / "unusual_neighbour.py").write_text("REWARD = 0.5")
     (tmp_path / "v.py").write_text("from unusual_neighbour import REWARD\ndef verify(*_, **row): return REWARD")
-    assert score(["x"], function=f"{tmp_path / 'v.py'}:verify") == [Score(reward=0.5)]
+    assert score(["x"], function=f"{tmp_path / 'v.py'}:verify") == [Reply(0.5)]
 
 
 @in_loop

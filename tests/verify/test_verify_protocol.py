@@ -104,6 +104,16 @@ def test_a_service_may_say_when_to_ask_again(after_s):
     assert (reply.failure, reply.retry_after_s) == ("unavailable", after_s if after_s in (2, 0.5) else 0.0)
 
 
+def test_a_column_with_the_name_of_an_argument_is_no_silent_choice():
+    """Seen failing with the row put over the arguments: the column won."""
+
+    def verify(prompt, completion, answer, *, model, **row):
+        return 1.0
+
+    (reply,) = Verifier(verify, {"model": "x"}).answer([("p", "c", "a", {"model": "other"})])
+    assert reply.failure == "exception:TypeError"
+
+
 def test_errors_are_told_apart():
     errors = {
         "gone": VerifierUnavailable("refused"),

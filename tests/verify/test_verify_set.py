@@ -175,7 +175,7 @@ async def test_watched_rewards_are_metrics_of_held_out_replies_and_of_a_share_of
 async def test_a_verifier_that_a_source_chooses_starts_with_the_others():
     """`judge` without its base_url fails at once, not at the first row. Seen failing with `also` not looked at."""
     data = DataConfig(mix={"a": {"source": "arith"}, "b": {"source": "arith", "verifier": "judge"}})
-    with pytest.raises(VerifierError, match=r"(?s)cannot be prepared.*base_url"):
+    with pytest.raises(VerifierError, match=r"(?s)cannot be prepared with \{\}: .*base_url"):
         async with running_set(function="exact", also=data.chosen_verifiers):
             pass
 
