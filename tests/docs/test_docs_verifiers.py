@@ -2,7 +2,7 @@
 
 A block that begins with `# name.ending` is a file of one folder, as the reader would make it. `check_name` below calls
 the Python file `name.py` on an example; each recipe is loaded, and each shell line is run in this process; `train`
-becomes `check-config`. `test_a_migration_trains` trains.
+becomes `check-config`.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
 from pages import RUN as PAGES
 from pages import blocks
 from places import ROOT
-from rich.console import Console
 from train_builders import save_tiny_model
 from transformers import PreTrainedTokenizerFast
 
@@ -204,23 +203,6 @@ def check_verl_reward() -> None:
 
 def check_openrlhf_reward() -> None:
     assert tried("openrlhf") == [(1.0, {"length": 2.0}), (0.0, {"length": 2.0})]
-
-
-@pytest.mark.loop
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_migration_trains(tmp_path: Path) -> None:
-    """With the page's recipe, row and functions; `CALLS` compares the rewards of all three families."""
-    from areal_lite.launch.run.train import train
-
-    model = save_tiny_model(tmp_path / "model", max_context=256, tokenizer=chat_tokenizer())
-    words = (
-        "run.steps=1 run.report=false run.trackers=[] weights.parity_every=0 queue.groups_per_step=2 "
-        "queue.samples_per_group=4 rollout.slots=8 rollout.max_new_tokens=100 rollout.kv_cache_mb=64 "
-        f"model.max_context=256 model.path={model} run.dir={tmp_path / 'run'}"
-    )
-    config = load_config("from_trl.yaml", words.split())
-    summary = train(config, recipe_name="trl", console=Console(file=io.StringIO()))
-    assert (summary["status"], summary["ledger"]["trained"], summary["ledger"]["failed"]) == ("done", 2, 0)
 
 
 def check_my_task() -> None:

@@ -87,6 +87,14 @@ def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
 # ---------------------------------------------------------------- imports
 
 
+def loaded(imported: str) -> set[str]:
+    """All that a fresh interpreter has loaded after these imports."""
+    command = [sys.executable, "-c", f"import {imported}, sys\nprint(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
 @pytest.mark.slow
 def test_the_core_loads_neither_ray_nor_vllm():
     """Invariant I8, in a fresh interpreter: all modules but the adapters that import vLLM themselves.
@@ -97,12 +105,7 @@ def test_the_core_loads_neither_ray_nor_vllm():
     outer = ("areal_lite.actors", "areal_lite.launch")
     core = {name: path for name, path in modules().items() if not name.startswith(outer)}
     code = [name for name in core if not any(f"{one}.".startswith("vllm.") for one in imports(core[name]))]
-    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
-    script += "print(*sorted({'ray', 'vllm'} & set(sys.modules)))"
-    command = [sys.executable, "-c", script, *code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert loaded(", ".join(code)) & {"ray", "vllm"} == set()
 
 
 @pytest.mark.slow
@@ -120,9 +123,7 @@ def test_a_process_loads_no_more_than_it_needs(module: str, unwanted: set[str]) 
 
     The last line but one is the controller; the last is a verifier's process, which is restarted often.
     """
-    script = f"import {module}, sys\nprint(*{unwanted} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split() == []
+    assert loaded(module) & unwanted == set()
 
 
 # ---------------------------------------------------------------- images

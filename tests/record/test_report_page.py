@@ -78,15 +78,8 @@ def test_each_page_has_its_parts_and_no_empty_one(pages: dict[str, Path], tmp_pa
     assert headings(write_report(make_run(tmp_path / "new", steps=0, summary=False))) == [
         "Overview", "Timeline", "Settings"
     ]  # fmt: skip
-    assert comparison == [
-        "Final figures",
-        "Settings",
-        "Learning",
-        "Age of the tokens",
-        "Speed and lengths",
-        "Loss diagnostics",
-        "Summary",
-    ]
+    assert comparison == ["Final figures", "Settings", "Learning", "Age of the tokens", "Speed and lengths",
+                          "Loss diagnostics", "Summary"]  # fmt: skip
     assert bench == ["Overview", "Modes", "Runs", "All results"]
 
 
