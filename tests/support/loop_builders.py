@@ -23,7 +23,6 @@ from areal_lite.record.run_folder import RunFolder
 
 CHARACTERS = "0123456789"
 """All that the tiny model's tokenizer knows."""
-SYNCHRONOUS_STEPS = 5
 GROUPS = 4
 """Of a step."""
 PARITY = 1e-4
@@ -60,12 +59,6 @@ def loop_config(folder: Path, *, run: dict[str, Any], **sections: dict[str, Any]
     for name, section in sections.items():
         raw[name] = raw.get(name, {}) | section
     return parse_config(raw)
-
-
-def synchronous_config(folder: Path, **run: Any) -> Config:
-    """Build a recipe at eta = 0."""
-    fixed = {"steps": SYNCHRONOUS_STEPS, "log_samples": 4, "checkpoint_every": 0}
-    return loop_config(folder, run={**fixed, **run}, queue={"max_staleness": 0})
 
 
 def write_recipe(path: Path, config: Config) -> Path:

@@ -41,14 +41,9 @@ class ScriptedEngine:
             versions.append(self.version)
             self.tokens_generated += 1
         is_end = tokens[-1] == self._eos_id and not sampling.ignore_end
-        return self.sample_of(tokens, [-np.log(self._vocab_size - 1)] * len(tokens), versions, is_end=is_end)
-
-    def sample_of(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_end: bool
-    ) -> Sample:
         return Sample(
             token_ids=np.array(tokens, dtype=np.int32),
-            logprobs=np.array(logprobs, dtype=np.float32),
+            logprobs=np.full(len(tokens), -np.log(self._vocab_size - 1), dtype=np.float32),
             spans=version_spans(versions),
             stop_reason=StopReason.STOP if is_end else StopReason.LENGTH,
             text=self.text_of(tokens),
