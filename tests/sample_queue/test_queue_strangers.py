@@ -1,12 +1,12 @@
 """Who has no key of the run gets nothing from the sample queue, and who has one gets what its role may."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from queue_builders import SCORES, SOON_S, FakeCursor, connected, dealer, make_queue, make_ready, make_samples
+from queue_builders import SCORES, FakeCursor, connected, dealer, make_queue, make_ready, make_samples
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue.access import KeyPair, QueueAccess, QueueKeys, Role
@@ -22,23 +22,16 @@ SHORT_WAIT_MS = 300
 @pytest.fixture
 def server() -> Iterator[QueueServer]:
     """A queue with keys and open admission."""
-    server = make_queue()
-    try:
+    with closing(make_queue()) as server:
         with connected(server.start()) as controller:
             controller.open_admission()
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager
 def clients(server: QueueServer, *roles: Role) -> Iterator[list[QueueClient]]:
-    opened = [QueueClient(server.access(role), timeout_s=SOON_S) for role in roles]
-    try:
-        yield opened
-    finally:
-        for client in opened:
-            client.close()
+    with ExitStack() as opened:
+        yield [opened.enter_context(connected(server.access(role))) for role in roles]
 
 
 def in_the_clear(socket: Any, access: QueueAccess) -> None:

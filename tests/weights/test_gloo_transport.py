@@ -90,13 +90,12 @@ class Quantization(QuantizeMethodBase):
         raise AssertionError
 
 
-def make_engine(model: nn.Module, *, rank: int = 0) -> GlooWeightTransferEngine:
+def make_engine(model: nn.Module, *, rank: int = 0, kind: Any = GlooWeightTransferEngine, backend: str = "gloo") -> Any:
+    """A transfer engine in a process of vLLM."""
     record_metadata_for_reloading(model)
-    vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=rank), model_config=SimpleNamespace(dtype=torch.float32)
-    )
-    config: Any = SimpleNamespace(backend="gloo")
-    return GlooWeightTransferEngine(config, vllm_config, torch.device("cpu"), model)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=rank)
+    vllm_config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32))
+    return kind(SimpleNamespace(backend=backend), vllm_config, torch.device("cpu"), model)
 
 
 def make_sender(client: LocalClient, *, timeout_s: float = TIMEOUT_S, engine_ranks: int = 1) -> GlooSender:

@@ -20,12 +20,11 @@ import ray
 import torch
 from engine_builders import run_hand_over
 from nccl_stand_in import stand_in
-from test_gloo_transport import Quantization, TinyModel, make_publisher, same, watch_gathered, weights_of
+from test_gloo_transport import Quantization, TinyModel, make_engine, make_publisher, same, watch_gathered, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer import ipc_engine
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from areal_lite.actors import calls as calls_module
 from areal_lite.actors import engine_client
@@ -65,11 +64,7 @@ class Engine:
 
     def __init__(self, seed: int) -> None:
         self.model = TinyModel(seed=seed)
-        record_metadata_for_reloading(self.model)
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32))
-        config: Any = SimpleNamespace(backend="nccl")
-        self.transfer = NcclWeightTransferEngine(config, vllm_config, torch.device("cpu"), self.model)
+        self.transfer = make_engine(self.model, kind=NcclWeightTransferEngine, backend="nccl")
         self.calls: list[str] = []
         self._is_open = False
         self._pending: list[futures.Future[Any]] = []
@@ -86,14 +81,11 @@ class Engine:
             self._pending.append(future)
 
             def run() -> None:
-                try:
-                    result = self._do(method, *arguments)
-                except Exception as error:
-                    if not future.done():
+                with contextlib.suppress(futures.InvalidStateError):  # it has died
+                    try:
+                        future.set_result(self._do(method, *arguments))
+                    except Exception as error:
                         future.set_exception(error)
-                else:
-                    if not future.done():
-                        future.set_result(result)
 
             threading.Thread(target=run, daemon=True).start()
             return future
@@ -219,8 +211,7 @@ def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
     run.hand_over()
     assert time.monotonic() - begun < TIMEOUT_S
     assert run.lost == {"b": "update_weights: EngineError: the engine-core process died"}
-    assert run.has_the_weights("a")
-    assert run.has_the_weights("c")
+    assert all(map(run.has_the_weights, "ac"))
     assert run.engines["b"].calls.count("init_weight_transfer_engine") == 1
     run.live.handles["b"] = run.engines["b"] = Engine(seed=9)
     run.hand_over()
@@ -262,8 +253,7 @@ def test_an_engine_that_is_silent_in_a_transfer_is_the_one_to_blame(monkeypatch:
     at_broadcast(monkeypatch, 1, rank=3, do=lambda: None)
     run.hand_over()
     assert run.lost == {"c": "it must finish update_weights within weights.timeout_s=5 s, it did not"}
-    assert run.has_the_weights("a")
-    assert run.has_the_weights("b")
+    assert all(map(run.has_the_weights, "ab"))
 
 
 def test_an_engine_that_cannot_load_is_dropped_and_who_has_received_closes_its_update(
@@ -296,8 +286,7 @@ def test_an_engine_that_does_not_join_is_left_out(monkeypatch: pytest.MonkeyPatc
     vars(run.engines["b"].transfer)["init_transfer_engine"] = lambda _: threading.Event().wait()
     run.hand_over()
     assert run.lost == {"b": "it must finish init_weight_transfer_engine within weights.timeout_s=5 s, it did not"}
-    assert run.has_the_weights("a")
-    assert run.has_the_weights("c")
+    assert all(map(run.has_the_weights, "ac"))
 
 
 @pytest.mark.slow

@@ -44,13 +44,8 @@ class PackedModel(TinyModel):
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
-        return torch.cat(
-            [
-                self.norm(self.linear.cpu_linear(hidden, self.linear.weight, self.linear.bias)),
-                self.lm_head.cpu_linear(hidden, self.lm_head.weight, None),
-            ],
-            dim=-1,
-        )
+        normed = self.norm(self.linear.cpu_linear(hidden, self.linear.weight, self.linear.bias))
+        return torch.cat([normed, self.lm_head.cpu_linear(hidden, self.lm_head.weight, None)], dim=-1)
 
 
 TOKENS = torch.tensor([0, 3, 4])
