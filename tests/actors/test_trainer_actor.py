@@ -81,11 +81,8 @@ async def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers(monk
         "b": failed("timeout", ""),
     }
 
-    async def score(
-        self: VerifierSet, prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool
-    ) -> list[Reply]:
-        assert held_out
-        assert messages == [said]
+    async def score(self: VerifierSet, prompt: Prompt, texts: list[str], **options: Any) -> list[Reply]:
+        assert options == {"held_out": True, "messages": [said]}
         return [replies[text] for text in texts]
 
     async def start(self: VerifierSet) -> None:

@@ -195,14 +195,16 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
 
 
 def test_streams_contain_thoughts_and_the_stop_reason() -> None:
-    """In every API's own form, and an empty answer. Seen failing without `reasoning` in chunks."""
+    """In every API's own form, and an empty answer. Seen failing without `reasoning` in chunks, and with `stop` ignored
+    in responses.
+    """
 
     async def agent(task: Mapping[str, Any], llm: Any) -> None:
         asked = {"model": "m", "messages": [user("a")]}
         (choice,) = (await read(llm.client.chat.completions, **asked, stop="END")).choices
         assert (choice.message.reasoning, choice.message.content, choice.finish_reason) == ("hm", "yes", "stop")
         assert choice.message.tool_calls is None
-        thoughts, said = (await read(llm.client.responses, model="m", input="a")).output
+        thoughts, said = (await read(llm.client.responses, model="m", input="a", extra_body={"stop": "END"})).output
         assert (thoughts.content[0].text, said.content[0].text) == ("hm", "yes")
         async with anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key) as client:
             message = await read(client.messages, **asked, max_tokens=50, stop_sequences=["END"])
@@ -210,7 +212,7 @@ def test_streams_contain_thoughts_and_the_stop_reason() -> None:
         assert (thoughts.thinking, said.text, message.stop_sequence) == ("hm", "yes", "END")
         assert (message.usage.output_tokens, empty.content[-1].type) == (len("hm</think>yesEND"), "thinking")
 
-    answers = ["hm</think>yesEND", "hm</think>yes", "hm</think>yesEND", "hm</think>"]
+    answers = ["hm</think>yesEND more"] * 3 + ["hm</think>"]
     sample, speaker = trained(agent, answers, rollout={"reasoning_parser": "qwen3"})
     assert speaker.tokenizer.decode(own(sample)).count("hm</think>") == 4
 

@@ -161,13 +161,17 @@ def test_agents_that_fail_are_lost_samples() -> None:
 
 
 def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end() -> None:
-    """A session ends with its rollout; no other key opens it. Seen failing with sessions that stay open."""
+    """A session ends with its rollout; no other key opens it. Seen failing with sessions that stay open.
+
+    Any model can be looked up. Seen failing with status 405.
+    """
     seen: list[Any] = []
 
     def agent(task: Mapping[str, Any], llm: Any) -> None:
         seen.append(llm)
         client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
         assert client.models.list().data[0].id == "policy"
+        assert client.models.retrieve("org/any").id == "org/any"
         client.chat.completions.create(model="m", messages=[user("a")])
         if llm is seen[0]:
             return

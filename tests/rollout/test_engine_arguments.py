@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from pages import blocks
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
@@ -131,7 +132,6 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
     """Whatever it was doing. Seen failing without the kernel's report in each place, with vLLM's own errors, without
     them as the cause.
     """
-    from vllm.v1.engine.exceptions import EngineDeadError
 
     class DeadCore:
         errored = True
@@ -156,8 +156,6 @@ def test_an_engine_core_that_ran_out_of_memory_is_reported(monkeypatch: pytest.M
 
 def test_an_engine_core_that_died_is_one_line_in_the_log() -> None:
     """Seen failing: vLLM's traceback, eight lines for each death."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     fail_to_start()
     logger, handler = logging.getLogger("vllm.v1.engine.async_llm"), logging.StreamHandler(io.StringIO())
     logger.addHandler(handler)

@@ -10,41 +10,38 @@ import pytest
 
 from areal_lite.rollout.engine_process import EngineErrors, in_a_line, set_up_engine_process
 
-KILLED = """
-import multiprocessing, os, signal
+PROGRAM = """
+import multiprocessing, os, signal, sys, time
 
-def work():
+def work(pipe, killed):
     from areal_lite.rollout.engine_process import set_up_engine_process
     from tqdm import tqdm
 
     set_up_engine_process()
     list(tqdm([1], disable=True))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=work)
-    process.start()
-    process.join()
-    print(process.exitcode)
-"""
-
-ORPHAN = """
-import multiprocessing, os, signal, sys, time
-
-def work(pipe):
-    from areal_lite.rollout.engine_process import set_up_engine_process
-
-    set_up_engine_process()
+    if killed == "child":
+        os.kill(os.getpid(), signal.SIGKILL)
     os.write(1, b"set up")
     pipe.send(None)
     time.sleep(3600)
 
 if __name__ == "__main__":
     ours, theirs = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=work, args=(theirs,)).start()
-    ours.recv()
-    os.kill(os.getpid(), signal.SIGKILL)
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(theirs, sys.argv[1]))
+    process.start()
+    if sys.argv[1] == "parent":
+        ours.recv()
+        os.kill(os.getpid(), signal.SIGKILL)
+    process.join()
+    print(process.exitcode)
 """
+
+
+def run_and_kill(killed: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Start a process and one of an engine below it, and kill one of the two."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), killed]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def log_errors() -> None:
@@ -94,13 +91,11 @@ def test_of_an_error_that_quotes_a_traceback_the_last_line_counts() -> None:
 
 def test_an_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
     """Its standard output ends only with it. Seen failing, by the timeout, without the thread that watches."""
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    done = subprocess.run([sys.executable, tmp_path / "orphan.py"], capture_output=True, text=True, timeout=300)
+    done = run_and_kill("parent", tmp_path)
     assert (done.returncode, done.stdout) == (-9, "set up")
 
 
 def test_an_engine_process_that_is_killed_leaves_no_lock_behind(tmp_path: Path) -> None:
     """Python's tracker of such locks would say so. Seen failing with tqdm's own."""
-    (tmp_path / "killed.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, tmp_path / "killed.py"], capture_output=True, text=True, timeout=300)
+    done = run_and_kill("child", tmp_path)
     assert (done.stdout, done.stderr) == ("-9\n", "")

@@ -25,13 +25,7 @@ PATIENCE_S = 120
 
 def test_the_printed_address_and_key_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With OpenAI's own client; the engine is closed at the end. Seen failing without `endpoint.start`."""
-    closed = []
-
-    class Served(Speaker):
-        async def close(self) -> None:
-            closed.append(True)
-
-    engine = Served(["four"], tokenizer=make_tokenizer(CHATML))
+    engine = Speaker(["four"], tokenizer=make_tokenizer(CHATML))
 
     async def start(*_: object, **__: object) -> Any:
         return engine
@@ -57,7 +51,7 @@ def test_the_printed_address_and_key_answer(monkeypatch: pytest.MonkeyPatch) -> 
         return reply.choices[0].message.content
 
     assert asyncio.run(scenario()) == "four"
-    assert closed == [True]
+    assert engine.calls == ["close"]
 
 
 def test_the_engines_output_is_on_stderr_after_an_error_only(capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +74,4 @@ def test_what_was_printed_before_is_on_the_screen() -> None:
         "sys.stdout.write('said before')\nwith on_own_screen(): sys.stdout.flush()"
     )
     env = os.environ | {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env
-    )
-    assert done.stdout == "said before"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=300, env=env) == "said before"

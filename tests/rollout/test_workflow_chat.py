@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 from chat_builders import CHATML, ENDLESS, LONG, PLAIN, THINKING, make_chat_prompt, make_tokenizer
-from episode_builders import UNCUT, Speaker, load, play, spans_of
+from episode_builders import Speaker, load, play, spans_of
 
 from areal_lite.errors import ConfigError, EpisodeError
 from areal_lite.rollout.dialogue import reply_ids
-from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.types import Prompt, Sample
@@ -17,18 +16,20 @@ from areal_lite.types import Prompt, Sample
 Messages = Sequence[Mapping[str, str]]
 
 
-def converse(template: str, answers: list[str], *, sampling: Sampling = UNCUT) -> tuple[Any, Prompt, Sample, Speaker]:
-    """Play until the answers are used up, in a chat; the environment counts turns."""
+def counts(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+    return f"no, {len(messages)}", False
 
-    async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
-        return f"no, {len(messages)}", False
 
+def converse(template: str, answers: list[str]) -> tuple[Any, Prompt, Sample, Speaker]:
+    """Play until the answers are used up, in a chat; the environment counts turns.
+
+    Prompts that are messages need no setting. Seen failing with `data.chat` asked, which they leave out.
+    """
     tokenizer = make_tokenizer(template)
     prompt = make_chat_prompt(tokenizer, "Guess answer0!")
     engine = Speaker(answers, tokenizer=tokenizer)
-    loaded = {"own": (multi_turn, {"step": step, "max_turns": len(answers)})}
-    workflows = Workflows(default="own", loaded=loaded)
-    return tokenizer, prompt, play(engine, workflows, prompt, sampling=sampling), engine
+    workflows = load("multi_turn", arguments={"step": f"{__file__}:counts", "max_turns": len(answers)})
+    return tokenizer, prompt, play(engine, workflows, prompt, sampling=LONG), engine
 
 
 def chat_of(sample: Sample) -> list[dict[str, str]]:
@@ -45,7 +46,7 @@ def test_joined_tokens_read_as_the_template_writes_the_whole_conversation(templa
     the end token written twice, with the reply encoded without the template, and with the message numbers of a
     conversation that starts again each turn.
     """
-    tokenizer, prompt, sample, engine = converse(template, ["answer0 answer1", "fifty", "25?"], sampling=LONG)
+    tokenizer, prompt, sample, engine = converse(template, ["answer0 answer1", "fifty", "25?"])
     text = tokenizer.decode([*prompt.token_ids, *sample.token_ids.tolist()])
     rendering = tokenizer.apply_chat_template(chat_of(sample), tokenize=False)
     assert rendering.startswith(text)
@@ -62,14 +63,14 @@ def test_what_a_template_does_to_earlier_answers_does_not_reach_the_sample() -> 
 
     Seen failing with the reply as the difference of two renderings, which do not begin alike.
     """
-    tokenizer, prompt, _, engine = converse(THINKING, ["hm</think>50", "25"], sampling=LONG)
+    tokenizer, prompt, _, engine = converse(THINKING, ["hm</think>50", "25"])
     assert tokenizer.decode(engine.contexts[1]) == (
         prompt.text + "hm</think>50<|im_end|>\n<|im_start|>user\nno, 1<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_a_template_without_an_end_token_follows_the_models_own() -> None:
-    tokenizer, prompt, _, engine = converse(ENDLESS, ["50", "25"], sampling=LONG)
+    tokenizer, prompt, _, engine = converse(ENDLESS, ["50", "25"])
     assert tokenizer.decode(engine.contexts[1]) == prompt.text + "50<|im_end|>\n[user] no, 1\n[assistant] "
 
 
@@ -116,18 +117,3 @@ def test_a_reply_that_the_tokenizer_does_not_know_is_named() -> None:
     workflows = Workflows(default="own", loaded={"own": (multi_turn, {"step": step})})
     with pytest.raises(EpisodeError, match=r"workflow:ValueError: the model's tokenizer cannot encode .* 'é'"):
         play(Speaker(["a", "b"]), workflows)
-
-
-def test_a_recipe_s_workflow_knows_a_chat_by_its_messages() -> None:
-    """Prompts that are messages need no setting. Seen failing with `data.chat` asked, which they leave out."""
-    tokenizer = make_tokenizer(CHATML)
-    engine = Speaker(["1", "2"], tokenizer=tokenizer)
-    workflows = load("multi_turn", arguments={"step": f"{__file__}:counted", "max_turns": 2})
-    play(engine, workflows, make_chat_prompt(tokenizer, "Hi"))
-    assert tokenizer.decode(engine.contexts[1]).endswith(
-        "1<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def counted(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
-    return "no", False

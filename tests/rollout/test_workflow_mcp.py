@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from agent_builders import HERMES, TOOLS_TEMPLATE, trained, user
+from chat_builders import LONG
 
 from areal_lite.config.data import CHAT
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.mcp import play
 
 SERVER = '''
@@ -46,11 +46,10 @@ def test_a_server_s_tools_are_offered_called_and_answered(tmp_path: Path) -> Non
     file.write_text(SERVER)
     agent = functools.partial(play, server=f"{sys.executable} {file}", env={"FACTOR": "2"})
     two = call("price", '{"fruit": "apple"}') + call("price", '{"fruit": "sand"}')
-    long = Sampling(max_new_tokens=400, temperature=1.0)
     answers = [two, call("prices", "{}"), call("asked", "{}"), "It is 6."]
     chat = [{"role": "system", "content": "Be kind."}, user("What is it?")]
     for row, asked in (({}, "user\n1-9?"), ({CHAT: chat}, "system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is it?")):
-        sample, speaker = trained(agent, answers, sampling=long, row=row, **HERMES)
+        sample, speaker = trained(agent, answers, sampling=LONG, row=row, **HERMES)
         assert (sample.branches, sample.score) == ((), None)
         first = speaker.tokenizer.decode(sample.prompt_ids)
         assert f"<|im_end|>\n<|im_start|>{asked}<|im_end|>\n<|im_start|>assistant" in first

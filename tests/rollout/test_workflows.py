@@ -176,15 +176,14 @@ def test_a_reply_that_leaves_no_room_ends_the_episode_as_cut_off(limit: int) -> 
     assert len(engine.contexts) == 1
 
 
-def test_a_last_turn_that_just_fits_is_not_cut_off() -> None:
+@pytest.mark.parametrize(("said", "step", "limit"), [("abc", "larger", 4), ("c", "done_at_c", 3)])
+def test_a_last_turn_that_just_fits_is_not_cut_off(said: str, step: str, limit: int) -> None:
     """Four tokens for `abc$`, and the environment is not even asked; three for `c$` and words of an end, `?`.
 
     Seen failing with the last reply kept at the end, where it says that the room ended the episode.
     """
-    exact = Sampling(max_new_tokens=4, temperature=1.0)
-    assert play(Speaker(["abc"]), talk(), sampling=exact).stop_reason is StopReason.STOP
-    exact = Sampling(max_new_tokens=3, temperature=1.0)
-    assert play(Speaker(["c"]), talk("done_at_c"), sampling=exact).stop_reason is StopReason.STOP
+    exact = Sampling(max_new_tokens=limit, temperature=1.0)
+    assert play(Speaker([said]), talk(step), sampling=exact).stop_reason is StopReason.STOP
 
 
 def test_no_sample_is_longer_than_its_limit() -> None:
@@ -348,9 +347,8 @@ def test_a_workflow_comes_from_a_file_and_gets_row_and_arguments(tmp_path: Path)
 
 def test_a_row_chooses_among_known_workflows_and_those_of_the_recipe() -> None:
     """A name of the recipe's wins over a known one; anything else is refused, code above all."""
-    workflows = load(
-        workflows={"twice": {"function": "multi_turn", "arguments": {"step": f"{HERE}:larger", "max_turns": 2}}}
-    )
+    twice = {"function": "multi_turn", "arguments": {"step": f"{HERE}:larger", "max_turns": 2}}
+    workflows = load(workflows={"twice": twice})
     assert play(Speaker(["a", "b"]), workflows, make_prompt(workflow="twice")).text == "a>>b"
     assert play(Speaker(["a", "b"]), workflows, make_prompt()).text == "a"
     game = make_prompt(workflow="guess_number", answer="5", max_turns=2)

@@ -2,8 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from code_programs import CHEAT_TESTS, CHEATS, run_code
@@ -11,7 +11,6 @@ from code_programs import CHEAT_TESTS, CHEATS, run_code
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, VerifierError, VerifierUnavailable
-from areal_lite.verify.builtin import program as program_module
 from areal_lite.verify.builtin.code import code
 from areal_lite.verify.builtin.program_tests import split_asserts
 from areal_lite.verify.builtin.program_text import find_program
@@ -26,14 +25,6 @@ SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n
 
 def run(completion: str, **row: Any) -> Any:
     return run_code(completion, **{"sandbox": "plain", "wall_s": 5.0, "total_s": 10.0, "cpu_s": 5, **row})
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """What sandbox works here forgotten."""
-    check_bubblewrap.cache_clear()
-    yield
-    check_bubblewrap.cache_clear()
 
 
 DEFINES, USES, WHOLE = "def triple(x): return 3 * x\n", "print(triple(5))\n", "print(3 * int(input()))\n"
@@ -226,20 +217,13 @@ def test_only_a_programs_own_processor_time_is_charged() -> None:
     assert (result.reward, result.feedback) == (1.0, "")
 
 
-def test_all_cases_run_in_one_sandbox_unless_one_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cases_run_in_one_sandbox_unless_one_breaks_it() -> None:
     """40 cases of which the third fills its output: the next starts a second one. Seen failing with one for each."""
-    started: list[Any] = []
-    start = subprocess.Popen
-
-    def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(arguments)
-        return start(*arguments, **options)
-
-    monkeypatch.setattr(program_module.subprocess, "Popen", noting)
     program = "n = int(input())\nwhile n == 2: print(n)\nprint(n)"
-    result = run(program, tests=[{"input": str(n), "output": str(n)} for n in range(40)], total_s=30.0)
+    with mock.patch.object(subprocess, "Popen", wraps=subprocess.Popen) as start:
+        result = run(program, tests=[{"input": str(n), "output": str(n)} for n in range(40)], total_s=30.0)
     assert (result.metrics["passed"], result.metrics["output"]) == (39 / 40, 1 / 40)
-    assert len(started) == 2
+    assert start.call_count == 2
 
 
 def test_a_case_finds_nothing_of_the_one_before() -> None:
@@ -443,8 +427,9 @@ def test_a_row_cannot_loosen_the_sandbox() -> None:
     assert reply.reward == 0.5
 
 
-def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with plain where bubblewrap does not work."""
+    monkeypatch.setattr("areal_lite.verify.builtin.code.check_bubblewrap", check_bubblewrap.__wrapped__)  # asked anew
     monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
     with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
         Verifier(code, {})

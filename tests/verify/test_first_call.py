@@ -152,9 +152,8 @@ def test_the_function_behind_an_adapter_is_called_as_it_will_be(tmp_path: Path) 
     chat, plain = {"prompt_messages": [{"role": "user", "content": "0+0"}]}, f"{tmp_path}/rules.py:plain"
 
     def said(name: str, row: Any, **arguments: Any) -> str:
-        return call(
-            tmp_path, "", function="trl", row=row, arguments={"function": f"{tmp_path}/rules.py:{name}", **arguments}
-        )
+        arguments["function"] = f"{tmp_path}/rules.py:{name}"
+        return call(tmp_path, "", function="trl", row=row, arguments=arguments)
 
     assert said("chatty", chat) == said("plain", {}) == said("plain", chat, chat=False) == ""
     words = said("plain", chat)

@@ -9,6 +9,7 @@ import os
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from episode_builders import in_loop
 from places import FIXTURES
@@ -40,19 +41,16 @@ def mark(monkeypatch):
     """What everybody whom this test starts has in the environment, or in that of the process it was forked from."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
-    return f"{MARK}={value}".encode()
+    return value
 
 
 def marked(mark):
     """Living processes of this test, but for this one."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if mark in (folder / "environ").read_bytes() and state != "Z" and folder.name != str(os.getpid()):
-                found.append(int(folder.name))
-        except OSError:
-            continue
+    for process in psutil.process_iter(["environ", "status"]):
+        is_marked = (process.info["environ"] or {}).get(MARK) == mark
+        if is_marked and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            found.append(process.pid)
     return found
 
 
@@ -115,33 +113,19 @@ def test_what_the_first_call_keeps_is_no_leak():
     assert (len({reply.reward for reply in replies}), gauges["restarts"]) == (1, 0)
 
 
-@in_loop
-async def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
-    """Seen failing: there was one, and the second call waited forever while others were answered."""
-    (path := tmp_path / "short.py").write_text(
-        "import asyncio\nbig = 0\n"
-        "async def verify(prompt, completion, answer, **row):\n"
-        "    global big\n"
-        "    big += completion == 'big'\n"
-        "    await asyncio.sleep(0.3)\n"
-        "    if big > 1:\n        raise MemoryError\n"
-        "    return 1.0\n"
-    )
-    async with running_pool(f"{path}:verify", within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
-        scores = asyncio.create_task(pool.score(make_prompt(), ["big", "big"]))
-        while not scores.done():
-            await pool.score(make_prompt(), ["small"])
-        assert [reply.failure for reply in await scores] == [None, None]
-
-
 ASYNC = """
 import asyncio, time
 from areal_lite.verify.result import VerifyResult
+big = 0
 async def verify(prompt, completion, answer, **row):
+    global big
     if completion == "block":
         time.sleep(1.3)
         return 1.0
+    big += completion == "big"
     await asyncio.sleep(0.3)
+    if big > 1:
+        raise MemoryError
     if completion == "large":
         return VerifyResult(1.0, feedback="x" * 40_000_000)
     await asyncio.sleep(0.3)
@@ -149,18 +133,31 @@ async def verify(prompt, completion, answer, **row):
 """
 
 
-def test_an_async_call_that_blocks_its_event_loop_beyond_the_deadline_is_late(tmp_path):
+@pytest.fixture
+def function(tmp_path):
+    (path := tmp_path / "own.py").write_text(ASYNC)
+    return f"{path}:verify"
+
+
+@in_loop
+async def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(function):
+    """Seen failing: there was one, and the second call waited forever while others were answered."""
+    async with running_pool(function, within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
+        scores = asyncio.create_task(pool.score(make_prompt(), ["big", "big"]))
+        while not scores.done():
+            await pool.score(make_prompt(), ["small"])
+        assert [reply.failure for reply in await scores] == [None, None]
+
+
+def test_an_async_call_that_blocks_its_event_loop_beyond_the_deadline_is_late(function):
     """Seen failing: a blocked loop fires no timeout, and the call was scored."""
-    (path := tmp_path / "late.py").write_text(ASYNC)
-    replies, _ = replies_of(f"{path}:verify", ["block"], timeout_s=1.0, concurrency=4)
+    replies, _ = replies_of(function, ["block"], timeout_s=1.0, concurrency=4)
     assert [reply.failure for reply in replies] == ["timeout"]
 
 
-def test_an_async_call_whose_reply_cannot_be_packed_fails_alone(tmp_path):
+def test_an_async_call_whose_reply_cannot_be_packed_fails_alone(function):
     """Out of memory while packing. Seen failing: the calls beside it were cancelled, and answered so."""
-    (path := tmp_path / "large.py").write_text(ASYNC)
-    options = {"timeout_s": 20.0, "concurrency": 4, "memory_mb": 64}
-    replies, _ = replies_of(f"{path}:verify", ["large", "ok", "ok", "ok"], **options)
+    replies, _ = replies_of(function, ["large", "ok", "ok", "ok"], timeout_s=20.0, concurrency=4, memory_mb=64)
     assert replies[0].failure is not None
     assert [reply.reward for reply in replies[1:]] == [1.0, 1.0, 1.0]
 

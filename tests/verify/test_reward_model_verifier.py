@@ -37,7 +37,7 @@ def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(tmp_pa
     """Preparing takes two seconds, a call may take 1.5. Seen failing with `prepare` left to the first call."""
     (file := tmp_path / "slow.py").write_text(SLOW)
     arguments = {"model": "four", "weight": 0.5}
-    ((reply,), _) = replies_of(f"{file}:verify", ["34"], arguments=arguments, timeout_s=1.5)
+    (reply,), _ = replies_of(f"{file}:verify", ["34"], arguments=arguments, timeout_s=1.5)
     assert (reply.reward, reply.failure) == (2.0, None)
 
 
@@ -81,10 +81,8 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
     """
     expected = logit(folder, "1234", end=[1])
     assert abs(expected) > 1e-3
-    batches, prompt = (["34"], ["3", "4" * 90, "5"]), make_prompt("3", text="12")
-    (first, *batch), _ = replies_of(
-        "reward_model", *batches, prompt=prompt, arguments={"model": folder}, timeout_s=30.0
-    )
+    options: dict[str, Any] = {"prompt": make_prompt("3", text="12"), "arguments": {"model": folder}, "timeout_s": 30.0}
+    (first, *batch), _ = replies_of("reward_model", ["34"], ["3", "4" * 90, "5"], **options)
     assert first.reward == pytest.approx(expected, abs=1e-5)
     assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
 

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from chat_builders import LONG
 from episode_builders import Speaker, load, make_prompt, play
 from toy_games import gridworld, guess_number
 from toy_games.gridworld import optimal_return, read_move
@@ -14,7 +15,6 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.rollout.engine import Sampling
 from areal_lite.verify.result import VerifyResult
 
 GUESSES = {"max_number": 20, "train_size": 300, "eval_size": 40}
@@ -93,9 +93,7 @@ def test_demonstrations_are_what_the_game_answers_and_end_well(name: str, make: 
         own = [turn["content"] for turn in shown if turn["role"] == "assistant"]
         columns = {key: row[key] for key in row.keys() - {"question", "answer", "demonstration", "workflow"}}
         prompt = make_prompt(row["question"], answer=row["answer"], **columns)
-        sample = play(
-            Speaker([*own, "never"]), workflows, prompt, sampling=Sampling(max_new_tokens=200, temperature=1.0)
-        )
+        sample = play(Speaker([*own, "never"]), workflows, prompt, sampling=LONG)
         assert list(sample.messages) == shown
     assert shown[-1]["role"] == "assistant"
 
