@@ -1,6 +1,6 @@
 """The terms of the online objective: loss and gradient against independent numpy derivations, and relations.
 
-KL estimators in expectation: train/test_enumerable_knobs.py.
+KL estimators in expectation: train/test_enumerable_trainer.py.
 """
 
 from itertools import product

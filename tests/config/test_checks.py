@@ -46,11 +46,7 @@ FAULTS = {
     "no such column": ("train", [*OWN, "data.path=good.jsonl", "data.answer_column=b"], "has no column 'b' in any row"),
     "no such data": ("train", [*OWN, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
     "nothing to show": ("train", [*OWN[:3], "data.path=good.jsonl"], "the warm start of model.path=builtin:arith"),
-    "own verifier": (
-        "train",
-        [*OWN[:1], "verifier.function=mine.py:verify"],
-        "the verifier {here}/mine.py:verify",
-    ),
+    "own verifier": ("train", [*OWN[:1], "verifier.function=mine.py:verify"], "the verifier {here}/mine.py:verify"),
     "watch without held-out rows": (
         "train",
         [*OWN, "data.path=good.jsonl", "run.eval_every=5", "reward_watch.verifiers={t: {function: exact}}"],

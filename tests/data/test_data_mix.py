@@ -136,23 +136,18 @@ def index_of(prompt_id: str) -> int:
     return int(prompt_id.rpartition("/")[2])
 
 
-def plain_order(count: int, number: int) -> list[str]:
-    cursor = PromptCursor(make_prompts(count), source="train", seed=0)
-    return [cursor.next().prompt_id for _ in range(number)]
-
-
 def test_the_candidate_nearest_to_half_is_picked() -> None:
     """Of the first eight of the shuffle, with rates 0.9, 0.6, 0.45, 0...: the third. Then, of the next eight, the one
     nobody has seen, whose 1/2 is nearer than 0.6.
 
     Seen failing with the largest pass rate preferred, and with unseen prompts taken for rate 0.
     """
-    cursor, order = make_curriculum(), plain_order(40, 16)
+    cursor, order = make_curriculum(), take(make_curriculum(strength=0.0), 16)
     rates = [0.9, 0.6, 0.45, *[0.0] * 5, 0.6, 0.6, None, *[0.6] * 5]
     for prompt_id, rate in zip(order, rates, strict=True):
         if rate is not None:
             cursor.observe(prompt_id, rate)
-    assert [cursor.next().prompt_id for _ in range(2)] == [order[2], order[10]]
+    assert take(cursor, 2) == [order[2], order[10]]
 
 
 def test_strength_is_the_share_of_picks() -> None:
@@ -162,16 +157,14 @@ def test_strength_is_the_share_of_picks() -> None:
     """
     number = 4000
     cursor = make_curriculum(100_000, strength=0.25)
-    for _ in range(number):
-        cursor.next()
+    take(cursor, number)
     assert 2.59 < cursor.state()["position"] / number < 2.91
-    always, order = make_curriculum(400, strength=1.0), plain_order(400, 80)
-    assert [always.next().prompt_id for _ in range(10)] == order[::8]
+    always, plain = (make_curriculum(400, strength=strength) for strength in (1.0, 0.0))
+    assert take(always, 10) == take(plain, 80)[::8]
 
 
 def test_an_epoch_gives_a_prompt_at_most_once() -> None:
-    cursor = make_curriculum(10, strength=0.7)
-    given = [cursor.next().prompt_id for _ in range(500)]
+    given = take(make_curriculum(10, strength=0.7), 500)
     assert max(Counter(given).values()) == 1
 
 
@@ -214,14 +207,13 @@ def test_a_loaded_cursor_continues_exactly(consumed: int, strength: float) -> No
 
 
 def test_a_curriculum_goes_on_from_a_plain_run_and_back() -> None:
-    plain = PromptCursor(make_prompts(20), source="train", seed=0)
-    for _ in range(7):
-        plain.next()
-    cursor = make_curriculum(20)
+    order = take(make_curriculum(20, strength=0.0), 16)
+    plain, cursor = (make_curriculum(20, strength=strength) for strength in (0.0, 1.0))
+    take(plain, 7)
     cursor.load(plain.state())
-    assert index_of(cursor.next().prompt_id) == index_of(plain_order(20, 8)[7])
+    assert take(cursor, 1) == [order[7]]
     plain.load(cursor.state())
-    assert plain.next().prompt_id == plain_order(20, 16)[15]
+    assert take(plain, 1) == [order[15]]
 
 
 def test_in_a_mix_each_source_has_its_own() -> None:
@@ -230,7 +222,7 @@ def test_in_a_mix_each_source_has_its_own() -> None:
     config = recipe(data={"mix": {"a": arith, "b": arith}, "curriculum": 1})
     cursor = make_cursor(config, load(config))
     assert isinstance(cursor, MixedCursor)
-    first = [cursor.next().prompt_id for _ in range(4)]
+    first = take(cursor, 4)
     cursor.observe(first[1], 0.75)
     saved = cursor.state()["sources"]
     assert saved["a"]["curriculum"]["rates"] == []

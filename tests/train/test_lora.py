@@ -84,26 +84,17 @@ def test_merged_weights_compute_what_the_adapters_do(family: str, tmp_path: Path
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_a_resumed_run_goes_on_exactly_from_adapters_alone(model_folder: str, tmp_path: Path) -> None:
-    """Step, save, step equals load, step; in the checkpoint are adapters and their optimiser state.
-
-    Seen failing with the adapters' state left out of the checkpoint; with the frozen weights in it.
-    """
-    straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
-    base = {name: value.clone() for name, value in saved.model.named_parameters() if not value.requires_grad}
-    for trainer in (straight, saved):
-        trainer.train_step(shard_of(0))
-    saved.snapshot()(tmp_path)
-    resumed.load(tmp_path)
-    for trainer in (straight, saved, resumed):
-        trainer.train_step(shard_of(1))
-    for trainer in (saved, resumed):
-        torch.testing.assert_close(trained_state(trainer), trained_state(straight), rtol=0, atol=0)
+def test_a_step_moves_and_a_checkpoint_has_adapters_alone(model_folder: str, tmp_path: Path) -> None:
+    """With their optimiser state. Seen failing with the frozen weights in it. A resume: test_checkpoint.py."""
+    trainer = make_trainer(model_folder)
+    base = {name: value.clone() for name, value in trainer.model.named_parameters() if not value.requires_grad}
+    trainer.train_step(shard_of(0))
+    trainer.snapshot()(tmp_path)
     names = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in names)
     assert len([name for name in names if name.startswith("model.")]) == 2 * 7 * 2
     for name, value in base.items():
-        assert torch.equal(saved.model.get_parameter(name), value), name
+        assert torch.equal(trainer.model.get_parameter(name), value), name
 
 
 def test_adapters_of_another_base_are_refused(model_folder: str, tmp_path: Path) -> None:

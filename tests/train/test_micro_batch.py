@@ -1,6 +1,5 @@
 """Packing rows into padded micro-batches: budget, positions, and logits equal to unpadded rows."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from families import FAMILIES, VOCABULARY, save_family
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from train_builders import make_config, save_tiny_model
+from train_builders import make_config
 from transformers import AutoModelForCausalLM
 
 from areal_lite.errors import ConfigError
@@ -22,9 +21,8 @@ PAIRS = [([5, 6, 7], [8, 9]), ([2], [3, 4, 5, 6]), ([4, 4], [11]), ([9, 8, 7, 6]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    return AutoModelForCausalLM.from_pretrained(folder)
+def model(model_folder: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_folder)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.booleans())
@@ -103,10 +101,9 @@ def test_no_family_looks_from_one_packed_row_into_another(family: str, tmp_path:
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-4, rtol=1e-4)
 
 
-def test_attention_in_chunks_is_not_packed(tmp_path: Path) -> None:
+def test_attention_in_chunks_is_not_packed(model_folder: str) -> None:
     """Its chunks begin by places in the pass, which a short one does not show (Llama 4). Seen failing without."""
-    config = make_config(trainer={"packing": True})
-    model = load_model(save_tiny_model(tmp_path), config)
+    model = load_model(model_folder, make_config(trainer={"packing": True}))
     model.config.layer_types = ["chunked_attention", "full_attention"]
     with pytest.raises(ConfigError, match="cut by places in the pass"):
         _check_packing(model, CPU, torch.float32)

@@ -6,66 +6,81 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preset_builders import config_of, make_trainer, save_model_near
+from preset_builders import config_of, make_trainer
+from torch import Tensor
 from train_builders import make_rows, make_shard
 
+from areal_lite.algo.advantages import sample_advantages
+from areal_lite.algo.losses import policy_loss
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.train.objective import find_loss_function
 
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
-FUNCTIONS = """
-import torch
-from areal_lite.algo.advantages import sample_advantages
-from areal_lite.algo.losses import policy_loss
+HERE = Path(__file__)
+"""Recipes of these tests name functions of this file."""
 
-def same_loss(current_logprobs_T, **known):
+
+def same_loss(current_logprobs_T: Tensor, **known: Any) -> Any:
     return policy_loss(current_logprobs_T, **known)
 
-def same_advantages(returns_NG, *, baseline, scale, eps):
+
+def same_advantages(returns_NG: Tensor, *, baseline: Any, scale: Any, eps: float) -> Tensor:
     return sample_advantages(returns_NG, baseline=baseline, scale=scale, eps=eps)
 
-def reinforce(current_logprobs_T, *, advantages_T, loss_mask_T, token_weights_T, **_):
+
+def reinforce(
+    current_logprobs_T: Tensor, *, advantages_T: Tensor, loss_mask_T: Tensor, token_weights_T: Tensor, **_: Any
+) -> Any:
     parts_T = torch.where(loss_mask_T, token_weights_T * advantages_T * current_logprobs_T, 0.0)
     return -parts_T.sum(), {}
 
-def doubled(returns, scale):
+
+def doubled(returns: Tensor, scale: Any) -> Tensor:
     return 2 * sample_advantages(returns, baseline="group_mean", scale=scale, eps=1e-6)
 
-def with_figures(current_logprobs_T, *, advantages_T, loss_mask_T, token_weights_T):
-    losses_T = torch.where(loss_mask_T, -token_weights_T * advantages_T * current_logprobs_T, 0.0)
-    return losses_T.sum(), {"clipped": loss_mask_T.sum(), "one": loss_mask_T.sum(), "hundred": 100 * loss_mask_T.sum()}
 
-def constant(current_logprobs_T, **known):
+def with_figures(
+    current_logprobs_T: Tensor, *, advantages_T: Tensor, loss_mask_T: Tensor, token_weights_T: Tensor
+) -> Any:
+    loss, _ = reinforce(
+        current_logprobs_T, advantages_T=advantages_T, loss_mask_T=loss_mask_T, token_weights_T=token_weights_T
+    )
+    return loss, {"clipped": loss_mask_T.sum(), "one": loss_mask_T.sum(), "hundred": 100 * loss_mask_T.sum()}
+
+
+def constant(current_logprobs_T: Tensor, **known: Any) -> Any:
     return torch.zeros(()), {}
 
-def a_figure_per_token(current_logprobs_T, **known):
+
+def a_figure_per_token(current_logprobs_T: Tensor, **known: Any) -> Any:
     return current_logprobs_T.sum(), {"one": current_logprobs_T}
 
-def no_sums(current_logprobs_T, **known):
+
+def no_sums(current_logprobs_T: Tensor, **known: Any) -> Any:
     return current_logprobs_T.sum()
 
-def a_vector(current_logprobs_T, **known):
+
+def a_vector(current_logprobs_T: Tensor, **known: Any) -> Any:
     return current_logprobs_T, {}
 
-def of_groups(returns_NG, **knobs):
+
+def needs_more(current_logprobs_T: Tensor, *, advantages: Tensor, clip_low: float, clip_high: float) -> Any: ...
+
+
+def of_groups(returns_NG: Tensor, **knobs: Any) -> Tensor:
     return returns_NG.nanmean(dim=1).float()
 
-def with_nan(returns_NG, **knobs):
+
+def with_nan(returns_NG: Tensor, **knobs: Any) -> Tensor:
     return returns_NG.float()
 
-def in_doubles(returns_NG, **knobs):
+
+def in_doubles(returns_NG: Tensor, **knobs: Any) -> Tensor:
     return returns_NG.nan_to_num()
 
-def a_list(returns_NG, **knobs):
+
+def a_list(returns_NG: Tensor, **knobs: Any) -> Any:
     return returns_NG.tolist()
-"""
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("functions") / "mine.py"
-    path.write_text(FUNCTIONS)
-    return path
 
 
 def step(
@@ -79,47 +94,44 @@ def step(
 
 
 @pytest.mark.parametrize("preset", ["areal", "grpo", "gspo", "cispo", "reinforce"])
-def test_functions_that_do_the_same_give_the_same(
-    model_folder: str, functions: Path, tmp_path: Path, preset: str
-) -> None:
+def test_functions_that_do_the_same_give_the_same(model_folder: str, reference_folder: str, preset: str) -> None:
     """Bit for bit, metrics and weights, by a file's path and by a module's name."""
-    near = save_model_near(model_folder, tmp_path)
-    expected, expected_weights = step(model_folder, near, preset=preset)
+    expected, expected_weights = step(model_folder, reference_folder, preset=preset)
     for own in (
-        {"loss_function": f"{functions}:same_loss", "advantage_function": f"{functions}:same_advantages"},
+        {"loss_function": f"{HERE}:same_loss", "advantage_function": f"{HERE}:same_advantages"},
         {"loss_function": "areal_lite.algo.losses:policy_loss"},
         {"loss_function": "policy", "advantage_function": "of_samples"},
     ):
-        stats, weights = step(model_folder, near, preset=preset, **own)
+        stats, weights = step(model_folder, reference_folder, preset=preset, **own)
         assert stats == expected
         assert torch.equal(weights, expected_weights)
 
 
-def test_an_own_loss_and_an_own_advantage_are_what_is_learned_from(model_folder: str, functions: Path) -> None:
+def test_an_own_loss_and_an_own_advantage_are_what_is_learned_from(model_folder: str) -> None:
     """Without clips and behaviour weights the first gradient is REINFORCE's; twice the advantages, twice their std.
 
     Seen failing with the functions found, but not handed to the step, and with settings that one does not take.
     """
     knobs = {"clip_low": None, "clip_high": None, "behaviour_weight": "none"}
     expected, _ = step(model_folder, minibatches=1, **knobs)
-    stats, _ = step(model_folder, minibatches=1, **knobs, loss_function=f"{functions}:reinforce")
+    stats, _ = step(model_folder, minibatches=1, **knobs, loss_function=f"{HERE}:reinforce")
     assert stats["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert stats["loss"] != pytest.approx(expected["loss"], rel=1e-2)
     assert stats["clip_fraction"] == 0.0
-    stats, _ = step(model_folder, minibatches=1, **knobs, advantage_function=f"{functions}:doubled")
+    stats, _ = step(model_folder, minibatches=1, **knobs, advantage_function=f"{HERE}:doubled")
     assert stats["advantage_std"] == pytest.approx(2 * expected["advantage_std"])
 
 
-def test_what_an_own_loss_returns_is_logged_as_means_over_tokens(model_folder: str, functions: Path) -> None:
+def test_what_an_own_loss_returns_is_logged_as_means_over_tokens(model_folder: str) -> None:
     """It is given what its signature names. Seen failing with all but `clipped` dropped."""
-    stats, _ = step(model_folder, loss_function=f"{functions}:with_figures")
+    stats, _ = step(model_folder, loss_function=f"{HERE}:with_figures")
     assert stats["loss_metrics"] == {"hundred": 100.0, "one": 1.0}
     assert stats["clip_fraction"] == 1.0
 
 
-def test_a_loss_may_be_a_constant_only_where_nothing_trains(functions: Path) -> None:
+def test_a_loss_may_be_a_constant_only_where_nothing_trains() -> None:
     """Seen failing: a micro-batch of failed samples ended the run, as a constant has no gradient."""
-    term = find_loss_function(config_of({"objective": {"loss_function": f"{functions}:constant"}}).objective)
+    term = find_loss_function(config_of({"objective": {"loss_function": f"{HERE}:constant"}}).objective)
     current_T = torch.zeros(2, requires_grad=True)
     term(current_T, loss_mask_T=torch.tensor([False, False]))[0].backward()
     assert current_T.grad is not None
@@ -127,19 +139,18 @@ def test_a_loss_may_be_a_constant_only_where_nothing_trains(functions: Path) -> 
     assert not term(current_T, loss_mask_T=torch.tensor([True, False]))[0].requires_grad
 
 
-def test_a_setting_that_the_loss_does_not_take_is_refused(model_folder: str, functions: Path) -> None:
+def test_a_setting_that_the_loss_does_not_take_is_refused(model_folder: str) -> None:
     """Of a preset: test_checks.py. Seen failing: it was ignored; and it was if its value was the default."""
-    own = f"{functions}:with_figures"
+    own = f"{HERE}:with_figures"
     with pytest.raises(PluginError, match=r"objective\.ratio_level=sequence is not read by"):
         step(model_folder, ratio_level="sequence", loss_function=own)
     with pytest.raises(PluginError, match=r"objective\.clip_low=0\.2 is not read by"):
         step(model_folder, clip_low=0.2, loss_function=own)
 
 
-def test_a_loss_that_needs_what_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_a_loss_that_needs_what_there_is_not_is_refused() -> None:
     """Seen failing: a bare TypeError in the first step."""
-    (file := tmp_path / "mine.py").write_text("def loss(current_logprobs_T, *, advantages, clip_low, clip_high): ...")
-    config = config_of({"objective": {"loss_function": f"{file}:loss"}})
+    config = config_of({"objective": {"loss_function": f"{HERE}:needs_more"}})
     with pytest.raises(PluginError, match=r"missing a required .*'advantages'\. Fix: name any of .*, advantages_T, "):
         find_loss_function(config.objective)
 
@@ -156,11 +167,9 @@ def test_a_loss_that_needs_what_there_is_not_is_refused(tmp_path: Path) -> None:
         ({"advantage_function": "a_list"}, r"must return finite float32 advantages .*, got list"),
     ],
 )
-def test_a_wrong_result_says_what_is_expected(
-    model_folder: str, functions: Path, own: dict[str, str], message: str
-) -> None:
+def test_a_wrong_result_says_what_is_expected(model_folder: str, own: dict[str, str], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        step(model_folder, **{key: f"{functions}:{name}" for key, name in own.items()})
+        step(model_folder, **{key: f"{HERE}:{name}" for key, name in own.items()})
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from preset_builders import save_model_near
 from rank_processes import run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from train_builders import make_config, make_rows, make_shard
 
 from areal_lite.config.presets import expand_preset
 from areal_lite.train import model as model_module
@@ -73,7 +72,7 @@ def with_steps(rows: list[Row]) -> list[Row]:
     return [dataclasses.replace(row, sample=row.sample.scored(score(row.sample.num_tokens))) for row in rows]
 
 
-def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) -> None:
+def train(rank: int, world_size: int, model_folder: str, reference_folder: str, out: str) -> None:
     """Train two steps of each variant; write statistics, scores, and the weights of policy and critic."""
     options, reduced = StateDictOptions(full_state_dict=True, cpu_offload=True), []
     reduce = torch.distributed.reduce_scatter_single
@@ -83,7 +82,7 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
     for name, sections in VARIANTS.items():
         objective = expand_preset({"objective": sections.get("objective", {})})["objective"]
         if objective.get("kl", "none") != "none":
-            objective["reference_path"] = f"{shared}/reference"
+            objective["reference_path"] = reference_folder
         trainer = {**sections.get("trainer", {}), "ranks": world_size}
         config = make_config(rollout={"max_new_tokens": 12}, **{**sections, "objective": objective, "trainer": trainer})
         policies.clear()
@@ -110,13 +109,10 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    shared = tmp_path_factory.mktemp("shared")
-    model_folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    save_model_near(model_folder, shared / "reference")
+def outputs(tmp_path_factory: pytest.TempPathFactory, model_folder: str, reference_folder: str) -> dict[int, Path]:
     folders = {world_size: tmp_path_factory.mktemp(f"ranks-{world_size}") for world_size in (1, 2)}
-    run_ranks(train, model_folder, str(shared), str(folders[2]))
-    run_ranks(train, model_folder, str(shared), str(folders[1]), world_size=1)
+    run_ranks(train, model_folder, reference_folder, str(folders[2]))
+    run_ranks(train, model_folder, reference_folder, str(folders[1]), world_size=1)
     return folders
 
 

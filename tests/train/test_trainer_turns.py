@@ -38,7 +38,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 NAMES = ["areal", "grpo", "rloo", "reinforce", "reinforce_pp", "ppo", *KNOBS]
 """Of the presets one of each baseline and scale; the losses of all are in test_presets.py, weights and KL terms in
-test_enumerable_knobs.py."""
+test_enumerable_trainer.py."""
 
 
 def with_turns(row: Row, *, scored: bool) -> Row:

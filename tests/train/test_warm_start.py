@@ -99,7 +99,8 @@ def test_prompts_are_shown_inside_their_template() -> None:
 def test_each_own_turn_is_learned_behind_all_that_came_before() -> None:
     """`1-9?` 5 EOS < 2 EOS: two examples; the environment's `<` is context of the second, never learned.
 
-    Seen failing with the environment's text in the completion, and with no end of sequence in the context.
+    As in an episode of a model without chat template: it is played, and the second turn has the same context. Seen
+    failing with the environment's text in the completion, and with no end of sequence in the context.
     """
     tokenizer = build_char_tokenizer(PRINTABLE)
     first, second = turn_examples([episode((True, "5"), (False, "<"), (True, "2"), (False, "="))], tokenizer)
@@ -108,13 +109,8 @@ def test_each_own_turn_is_learned_behind_all_that_came_before() -> None:
     assert first == (prompt, ([*five, end],), None)
     assert second == ([*prompt, *five, end, *smaller], ([*two, end],), None)
 
-
-def test_turns_lie_as_in_an_episode_of_a_model_without_chat_template() -> None:
-    """An episode is played: the second turn has the same context."""
-    _, second = turn_examples([episode((True, "5"), (False, "< no"), (True, "2"))], build_char_tokenizer(PRINTABLE))
-
     async def step(messages: Any, row: Any) -> tuple[str, bool]:
-        return "< no", False
+        return "<", False
 
     engine = Speaker(["5", "2"])
     play(engine, Workflows(default="own", loaded={"own": (multi_turn, {"step": step, "max_turns": 2})}))
@@ -207,33 +203,27 @@ def test_warm_start_is_cached_by_content(
 ) -> None:
     """The same settings train once; another task, carelessness or context gets a folder of its own.
 
-    Seen failing with the carelessness, and with the context length, left out of the hash.
+    Runs with different seeds start from the same model, and ask for it without disturbing the random state. Seen
+    failing with the carelessness, and with the context length, left out of the hash.
     """
     folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
     before = folder.stat().st_mtime_ns
     calls: list[int] = []
-    assert ensure_warm_start(tiny_config(), cache_dir=tmp_path, progress=lambda *call: calls.append(1)) == folder
+    for seed in (0, 5):
+        config = parse_config({**tiny_config().model_dump(), "run": {"seed": seed}})
+        assert ensure_warm_start(config, cache_dir=tmp_path, progress=lambda *call: calls.append(1)) == folder
     assert calls == []
     assert folder.stat().st_mtime_ns == before
+    random = torch.get_rng_state()
+    careless = ensure_warm_start(tiny_config(carelessness=0.25), cache_dir=tmp_path)
+    assert torch.equal(torch.get_rng_state(), random)
     monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
     base = tiny_config().model_dump()
     base["model"]["max_context"] = 256
     terms = tiny_config().model_dump()
     terms["data"]["arith"]["max_terms"] = 3
-    others = [tiny_config(carelessness=0.25), tiny_config(lr=1e-4), parse_config(base), parse_config(terms)]
-    assert len({ensure_warm_start(other, cache_dir=tmp_path) for other in others} - {folder}) == len(others)
-
-
-def test_the_run_seed_does_not_change_the_warm_start(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
-    """Runs with different seeds start from the same model, and ask for it without disturbing the random state."""
-    folder = ensure_warm_start(tiny_config(), cache_dir=tmp_path)
-    config = parse_config({**tiny_config().model_dump(), "run": {"seed": 5}})
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    assert ensure_warm_start(config, cache_dir=tmp_path) == folder
-    assert ensure_warm_start(tiny_config(carelessness=0.25), cache_dir=tmp_path) != folder
-    assert torch.equal(torch.rand(2), expected)
+    others = [tiny_config(lr=1e-4), parse_config(base), parse_config(terms)]
+    assert len({ensure_warm_start(other, cache_dir=tmp_path) for other in others} | {folder, careless}) == 5
 
 
 def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
