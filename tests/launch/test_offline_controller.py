@@ -171,6 +171,16 @@ def test_a_notice_leaves_time_to_save_and_no_more(start: Start, during: str, tak
     assert read_summary(run.folder.path)["stopped_by"] == why
 
 
+def test_ctrl_c_twice_ends_at_once(start: Start) -> None:
+    """While a rank hangs. Seen failing with a handler that never raises: the run took its time to save and sum up."""
+    run = start()
+    run.rank.hooks["step"] = lambda *_: lambda: os.kill(os.getpid(), signal.SIGINT)  # at each look, and never ready
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert "press Ctrl-C again" in run.output.getvalue()
+    assert run.rank.calls.count("save") == 0
+
+
 @pytest.mark.parametrize("during", ["step", "save"])
 def test_a_notice_at_the_end_leaves_the_export_to_a_resume(start: Start, during: str) -> None:
     """Seen failing with the status "done", after which no resume exports."""

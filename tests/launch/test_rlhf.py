@@ -4,16 +4,13 @@ The shipped recipes themselves, `rlhf_*`, with fewer steps and a smaller model. 
 is shown by their own runs (docs/rlhf.md); here are the joints: files, figures, Ctrl-C, resume, who reads whose model.
 """
 
-import os
-import re
 import shlex
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loop_builders import run_loop
-from user_run import UserRun, adopting_orphans
+from user_run import UserRun
 
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import load_config
@@ -88,20 +85,6 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on_bit_for_bit(
     assert [[row.get(name) for name in figures] for row in mine] == [
         [row.get(name) for name in figures] for row in theirs
     ]
-
-
-def test_ctrl_c_twice_ends_at_once(sft: tuple[dict[str, Any], RunFolder], folder: Path) -> None:
-    """While a rank hangs. Seen failing with a handler that never raises: the run took its time to save and sum up."""
-    words = ["areal-lite", "sft", "rlhf_sft", *SFT, "run.steps=100000", f"run.dir={folder / 'twice'}"]
-    with adopting_orphans(), UserRun(words, run_folder=folder / "twice") as run:
-        run.wait_for_steps(3)
-        os.kill(run.actor("trainer/0"), signal.SIGSTOP)  # neither the step nor a save can end
-        run.press_ctrl_c()
-        run.wait_until(lambda: re.search("press Ctrl-C again|saving", run.output), "an answer to Ctrl-C")
-        run.press_ctrl_c()
-        run.ends_with(130)
-        assert run.output.endswith("stopped\n")
-        assert "Traceback" not in run.output
 
 
 def test_the_reward_model_starts_from_the_sft_run_and_learns_the_order(

@@ -196,6 +196,10 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     FakeTraining(monkeypatch, Interrupted("/runs/my run", is_resumable=False))
     assert cli.main(["train", "arith_cpu"]) == 130
     assert capsys.readouterr().out == "stopped before there was a checkpoint to resume from\n"
+    FakeTraining(monkeypatch, KeyboardInterrupt())  # of a second Ctrl-C
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert cli.main(["train", "arith_cpu"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 @pytest.mark.parametrize("options", [[], ["--take-over"]])
