@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from families import save_family
-from loop_builders import PARITY, check_books, conserved, loop_config, run_loop, write_prompts
+from loop_builders import PARITY, check_books, conserved, loop_config, run_loop, saved_step, write_prompts
 from places import SUPPORT
 from train_builders import VOCABULARY, save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
-from areal_lite.launch.run.controller import Interrupted
 from areal_lite.record.run_files import read_summary
 from areal_lite.record.run_folder import RunFolder
 
@@ -30,23 +29,18 @@ def first_run(loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
     return run_loop(config_with_stragglers(loop_folder, run=run, ranks=2, workers=2))
 
 
-def config_with_stragglers(
-    folder: Path, *, run: dict[str, Any], ranks: int, workers: int, watch: dict[str, Any] | None = None
-) -> Config:
+def config_with_stragglers(folder: Path, *, run: dict[str, Any], ranks: int, workers: int) -> Config:
     """Build a recipe at eta = 1 whose batches have every age up to the bound and beyond, on a machine of any speed."""
     model, data = folder / "long_model", folder / "tail.jsonl"
     if not model.exists():
         save_tiny_model(model, max_context=512)
         rows = write_prompts(data, 190, max_new_tokens=5).read_text()
         data.write_text(rows + write_prompts(folder / "long.jsonl", 10, straggles=True).read_text())
-    verifiers = SUPPORT / "loop_verifiers.py"
     return loop_config(
         folder,
         run=run,
         model={"path": str(model), "max_context": 512},
-        data={"path": str(data), "eval_path": str(write_prompts(folder / "held-out.jsonl", 8, held_out=True))},
-        verifier={"function": f"{verifiers}:grows"},
-        reward_watch=watch or {},
+        data={"path": str(data)},
         rollout={"workers": workers, "max_new_tokens": 400, "workflow": f"{SUPPORT / 'loop_workflows.py'}:straggles"},
         queue={"max_staleness": 1},
         trainer={"ranks": ranks},
@@ -122,31 +116,23 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
 ) -> None:
     """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
 
-    From a checkpoint that two ranks wrote while they trained on; what came later is trained again. `reward_watch`, new
-    with the resume, ends it at its third evaluation or later, saved.
+    From a checkpoint that two ranks wrote while they trained on; what came later is trained again.
 
     Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
     That summary and page agree on shares of time, tests/record/test_recorder.py shows with a clock of its own.
     """
     _, before = first_run
-    run = {"steps": 200, "resume": str(before.path), "resume_from": "step-16", "log_samples": 4, "eval_every": 1}
-    watch = {"verifiers": {"truth": {"function": f"{SUPPORT / 'loop_verifiers.py'}:shrinks"}}, "share": 1, "stop": True}
-    with pytest.raises(Interrupted) as stop:
-        run_loop(config_with_stragglers(loop_folder, run=run, ranks=1, workers=1, watch=watch))
-    summary, folder = stop.value.summary, RunFolder(before.path)
-    rows = folder.read("metrics.jsonl")
-    check_books(folder, total=len(rows))
-    assert 16 + 3 <= len(rows) < 200
-    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
+    run = {"steps": 21, "resume": str(before.path), "resume_from": "step-16", "log_samples": 4, "eval_every": 10}
+    summary, folder = run_loop(config_with_stragglers(loop_folder, run=run, ranks=1, workers=1))
+    check_books(folder, total=21)
+    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in folder.read("metrics.jsonl"))
     assert summary["age_max_trained"] <= 1
-    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "reward_watch")
-    assert "the policy may be gaming its reward" in summary["warnings"][-1]
-    assert folder.newest_checkpoint().name == f"step-{len(rows):06d}"
-    assert all(row["verifier_metrics"]["watch/truth"] < 0 for row in rows[18:])
+    assert summary["status"] == "done"
+    assert saved_step(folder) == 21
 
 
 def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> None:
-    """The runs above `recompute`, `test_bench_loop.py` has `keep_kv`. A failure is counted and never a reward (I7).
+    """The runs above `recompute`, the one below `keep_kv`. A failure is counted and never a reward (I7).
 
     Where too many fail the run ends, with its books right. Seen running on without the check.
     """
@@ -178,12 +164,14 @@ def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> No
 def test_a_mixture_of_experts_with_a_saved_router_bias_trains(tmp_path: Path) -> None:
     """GLM-4-MoE: the bias is a buffer of the trainer and a parameter of the engine; parity holds.
 
-    Four ranks, which have half of the experts each. Seen failing with parameters alone published: the run ended before
-    its first step.
+    Four ranks, which have half of the experts each. With `keep_kv`, which no other real run has.
+
+    Seen failing with parameters alone published: the run ended before its first step.
     """
     folder = save_family("GLM-4-MoE", str(tmp_path / "glm"), vocab_size=VOCABULARY)
     run = {"steps": 3, "dir": str(tmp_path / "run"), "checkpoint_every": 0}
     trainer = {"lr": 1e-4, "ranks": 4, "mesh": {"expert": 2}}
-    summary, _ = run_loop(loop_config(tmp_path, run=run, model={"path": folder}, trainer=trainer))
+    sections = {"model": {"path": folder}, "trainer": trainer, "rollout": {"interrupt": "keep_kv"}}
+    summary, _ = run_loop(loop_config(tmp_path, run=run, **sections))
     assert (summary["status"], summary["steps"]) == ("done", 3)
     assert summary["parity_max_abs_logprob_diff"] < PARITY

@@ -34,6 +34,7 @@ LIMITS: dict[str, Any] = {
 }
 """All that the errors of `verify/quarantine.py` and `config/checks.py` advise to change, and the like."""
 
+WATCHED = {"run": {"eval_every": 1}, "reward_watch": {"verifiers": {"truth": {"function": "exact"}}, "stop": True}}
 MOVED_VERIFIER = "moved/loop_verifiers.py:digit_share"
 
 
@@ -102,6 +103,7 @@ def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sec
         (lambda _: None, {"run": {"resume_from": "step-1"}}, "must be one of step-2"),
         (lambda _: None, {}, "no room"),
         (lambda _: None, LIMITS, "no room"),
+        (lambda _: None, WATCHED, "no room"),
         (flipped_bit, {}, r"step-2: queue\.msgpack: expected"),
         (changed_data, {}, "Resume with the data"),
     ],
@@ -110,7 +112,8 @@ def test_a_refused_resume_touches_nothing(
     stopped: Path, harm: Callable[[Path], None], sections: dict[str, Any], message: str
 ) -> None:
     """Recipe, checkpoint, data, resources. A learning rate may change where it is named; a setting that has nothing
-    to do with the pace may not. Deadlines and limits of memory may, and what a path names may be in another folder.
+    to do with the pace may not. Deadlines, limits of memory and a watch over rewards may, and what a path names may be
+    in another folder.
 
     Seen failing with the rows moved as soon as the recipe fits (no room, data), with the names not looked at, with
     every name allowed, with limits refused that a run's own error had advised to raise, and with files refused that

@@ -9,16 +9,6 @@ def digit_share(prompt: str, completion: str, answer: str, **row: object) -> flo
     return completion.count(answer) / max(len(completion), 1)
 
 
-def grows(prompt: str, completion: str, answer: str, *, held_out: bool = False, **row: object) -> float:
-    """digit_share; held-out rewards rise by a hundred a second, as if the policy learned nothing but that."""
-    return digit_share(prompt, completion, answer) + 100 * held_out * time.monotonic()
-
-
-def shrinks(prompt: str, completion: str, answer: str, **row: object) -> float:
-    """Fall as fast."""
-    return -100 * time.monotonic()
-
-
 _CALLS = itertools.count()
 
 
