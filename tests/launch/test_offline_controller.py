@@ -238,21 +238,32 @@ def test_a_run_restarts_from_its_last_checkpoint_as_long_as_it_advances(start: S
 
 
 @pytest.mark.parametrize(
-    ("error", "tried"),
-    [(RankDied("rank"), 3), (FruitlessError("no batch"), 1), (HandoverError("no engine is left"), 1)],
+    ("method", "error", "times"),
+    [
+        ("step", RankDied("rank"), 3),
+        ("step", FruitlessError("no batch"), 1),
+        ("step", HandoverError("no engine is left"), 1),
+        ("export", RankDied("no memory"), 3),
+    ],
 )
-def test_a_run_ends_if_it_does_not_advance_or_would_not(start: Start, error: Exception, tried: int) -> None:
-    """Step 3 fails each time. Seen failing with restarts without end, and with one for what a restart cannot cure."""
-    run = start()
+def test_a_run_ends_if_it_does_not_advance_or_would_not(
+    start: Start, method: str, error: Exception, times: int
+) -> None:
+    """Step 3 fails each time, or the export, before which the last step is saved again: that is no progress.
 
-    def step(*_: Any) -> None:
-        if run.rank.log[-1] == 3:
+    Seen failing with restarts without end, of either, and with one for what a restart cannot cure.
+    """
+    run, tried = start(), list[str]()
+
+    def fail(*_: Any) -> None:
+        if method == "export" or run.rank.log[-1] == 3:
+            tried.append(method)
             raise error
 
-    run.rank.hooks["step"] = step
+    run.rank.hooks[method] = fail
     with pytest.raises(type(error), match=str(error)):
         run.run()
-    assert run.rank.log.count(3) == tried
+    assert len(tried) == times
 
 
 @pytest.mark.parametrize("lane", ["trainer/0", "rollout/1"])
@@ -363,15 +374,6 @@ def test_a_restart_waits_for_a_save_beside_the_steps(start: Start) -> None:
     assert run.run()["status"] == "done"
     assert run.rank.log == ["start", 1, 2, 3, "step-000002", 3, 4, 5, 6]
     assert run.saved == [2, 4, 6]
-
-
-def test_an_export_that_always_fails_ends_the_run(start: Start) -> None:
-    """The last step is saved again each time, which is no progress. Seen restarting forever."""
-    run = start()
-    run.rank.hooks["export"] = failing(*[RankDied("no memory")] * 9)
-    with pytest.raises(RankDied, match="no memory"):
-        run.run()
-    assert run.rank.calls.count("export") == 3
 
 
 def test_a_notice_while_a_run_restarts_ends_it_at_once(start: Start) -> None:

@@ -138,13 +138,3 @@ def test_a_run_goes_on_after_its_time_limit_and_a_requeue_until_it_is_stopped(us
     assert "trainer/0" in places["slurm0"]
     assert "trainer/1" in places["slurm1"]
     assert re.search(r"saved step-\d+ after SIGTERM", log)  # for the requeue
-
-
-def test_a_command_that_fails_is_a_job_that_fails(user: User) -> None:
-    """Its exit code is the job's, which `launch` returns and `--status` tells."""
-    words = ["--name", "fails", "eval", "no_such_model", "--recipe", "arith_cpu"]
-    done = user.types("launch", "--on", "slurm", "--profile", user.profile(nodes=1), *words)
-    job = submitted(done)
-    assert (done.returncode, user.facts(job)["JobState"], user.facts(job)["ExitCode"]) == (1, "FAILED", "1:0")
-    assert "no_such_model, which has no config.json" in done.stdout
-    assert "failed: job" in user.types("launch", "--status", "fails").stdout
