@@ -74,25 +74,24 @@ class SyncClient:
         asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
 
 
-class LocalEngines:
-    """An `EngineGroup` of engines in this process; none of them may fail."""
+class LocalEngine:
+    """An `EngineGroup` of one engine in this process, which may not fail."""
 
-    def __init__(self, engines: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
-        self._engines, self._loop = engines, loop
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
 
     def begin(self, method: str, *args: Any) -> None:
         self.each(method, *args)
 
     def each(self, method: str, *args: Any) -> None:
-        for engine in self._engines.values():
-            call = _install(engine, *args) if method == "install" else getattr(engine, method)(*args)
-            asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
+        call = _install(self._engine, *args) if method == "install" else getattr(self._engine, method)(*args)
+        asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
 
     def drop(self, name: str, reason: str) -> None:
         raise AssertionError(f"{name} was lost in the hand-over: {reason}")
 
     def raise_if_none(self) -> None:
-        assert self._engines
+        """Do nothing: it is there."""
 
 
 def publisher_to(engine: Any, background: BackgroundLoop, model: nn.Module, *, transport: str, ranks: int = 1) -> Any:
@@ -109,8 +108,7 @@ def publisher_to(engine: Any, background: BackgroundLoop, model: nn.Module, *, t
 
 def publish_to(engine: Any, background: BackgroundLoop, publisher: Any, *, version: int, staged: bool = True) -> None:
     """Hand a publisher's weights over to one engine, as a run does."""
-    engines = LocalEngines({"engine": engine}, background.loop)
-    run_hand_over(engines, publisher.publish, version=version, staged=staged)
+    run_hand_over(LocalEngine(engine, background.loop), publisher.publish, version=version, staged=staged)
 
 
 def run_hand_over(
