@@ -34,25 +34,9 @@ OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 FIRST_JOB = "01000000"
 """The first of every Ray."""
 NOT_SEEN = (
-    "RAY_",
-    "NO_PROXY",
-    "no_proxy",
-    "PATH",
-    "TERM",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "_",
-    "AREAL_LITE_",
-    "PYTEST_",
-    "PYTHON",
-    "SPT_NOENV",
-    "MALLOC_",
-    "ONEDNN_",
-    "SLURM",
-    "HF_HUB_OFFLINE",
-    "VLLM_USE_FLASHINFER_SAMPLER",
-)
+    "RAY_", "NO_PROXY", "no_proxy", "PATH", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "AREAL_LITE_", "PYTEST_", "PYTHON",
+    "SPT_NOENV", "MALLOC_", "ONEDNN_", "SLURM", "HF_HUB_OFFLINE", "VLLM_USE_FLASHINFER_SAMPLER",
+)  # fmt: skip
 """Variables that differ between workers, and at which no import looks but Ray's (see `become`), or with no effect here:
 `PYTHONPATH` names this code, and no test asks for a model of the hub."""
 MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3}
