@@ -36,12 +36,7 @@ def test_by_hand(kind: Any, weights: list[float], denominator: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_to_train_has_a_denominator_of_zero(kind: Any) -> None:
     for size in (0, 2):
-        weights, denominator = aggregate(
-            torch.zeros(size, dtype=torch.bool),
-            rows_T=torch.zeros(size, dtype=torch.int64),
-            num_rows=1,
-            kind=kind,
-            max_new_tokens=8,
-        )
+        mask_T = torch.zeros(size, dtype=torch.bool)
+        weights, denominator = aggregate(mask_T, rows_T=mask_T.long(), num_rows=1, kind=kind, max_new_tokens=8)
         assert weights.tolist() == [0.0] * size
         assert denominator == 0.0

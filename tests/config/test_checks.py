@@ -99,13 +99,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = json.dumps({"question": "1+1=?", "answer": "2"})
     Path("rows.jsonl").write_text(f"{row}\n" + "broken\n" * 4)
     Path("good.jsonl").write_text(f"{row}\n")
-    kinds = {
-        "gpt": {"model_type": "gpt_oss"},
-        "mamba": {"model_type": "nemotron_h"},
-        "granite": {"model_type": "granite"},
-        "gemma": {"model_type": "gemma2"},
-    }
-    for name, settings in {"model": {"max_position_embeddings": 512}, **kinds}.items():
+    kinds = {"gpt": "gpt_oss", "mamba": "nemotron_h", "granite": "granite", "gemma": "gemma2"}
+    families = {name: {"model_type": kind} for name, kind in kinds.items()}
+    for name, settings in {"model": {"max_position_embeddings": 512}, **families}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))
     build_char_tokenizer("abc").save_pretrained("teacher")
@@ -152,13 +148,9 @@ def test_values_of_the_environment_are_not_printed(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        (
-            "TMPDIR",
-            f"/tmp/{'a' * 40}",
-            "Ray cannot make its sockets: expected a TMPDIR of at most 39 characters, got 45",
-        ),
-        ("HOME", "/proc/none", "Ray cannot keep its token: expected a home folder that can be written, got /proc/none"),
-        ("RAY_TMPDIR", "/proc", "Ray cannot keep its sessions: expected a folder that can be written, got /proc ("),
+        ("TMPDIR", f"/tmp/{'a' * 40}", "make its sockets: expected a TMPDIR of at most 39 characters, got 45"),
+        ("HOME", "/proc/none", "keep its token: expected a home folder that can be written, got /proc/none"),
+        ("RAY_TMPDIR", "/proc", "keep its sessions: expected a folder that can be written, got /proc ("),
     ],
 )
 def test_folders_that_ray_cannot_use_are_refused(
@@ -167,4 +159,4 @@ def test_folders_that_ray_cannot_use_are_refused(
     """Seen failing with a traceback of 70 lines, once model and data were loaded."""
     monkeypatch.setenv(variable, value)
     assert main(["check-config", "arith_cpu"]) == 1
-    assert message in capsys.readouterr().err
+    assert f"Ray cannot {message}" in capsys.readouterr().err

@@ -128,17 +128,15 @@ def test_every_setting_of_the_loss_is_a_keyword_of_the_shipped_one() -> None:
 def test_a_preset_may_be_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A saved recipe needs it no more; its mistakes are named as the recipe's. Seen failing with names alone."""
     monkeypatch.chdir(tmp_path)
-    file = Path("mine.yaml")
+    file, mine = Path("mine.yaml"), {"objective": {"preset": "mine.yaml"}}
     file.write_text("objective: {clip_high: 0.4}\nqueue: {max_staleness: 2}\n")
     config = load_config("arith_cpu", ["objective.preset=mine.yaml", "queue.max_staleness=3"])
     assert (config.objective.clip_high, config.queue.max_staleness) == (0.4, 3)
     file.write_text("objective: {clip_hig: 0.4}")
-    assert "unknown key objective.clip_hig; did you mean objective.clip_high?" in error_of(
-        {"objective": {"preset": "mine.yaml"}}
-    )
+    assert "unknown key objective.clip_hig; did you mean objective.clip_high?" in error_of(mine)
     file.unlink()
     assert parse_config(config.model_dump()) == config
-    message = error_of({"objective": {"preset": "mine.yaml"}})
+    message = error_of(mine)
     assert message.startswith("objective.preset=mine.yaml: there is no such file")
     assert message.endswith(f"starts in {tmp_path}")
 
@@ -147,6 +145,5 @@ def test_a_preset_names_no_other_one(tmp_path: Path) -> None:
     """Seen failing: the inner one was ignored."""
     file = tmp_path / "mine.yaml"
     file.write_text("objective: {preset: dapo, clip_low: 0.1}")
-    assert "must not name another one, got objective.preset=dapo. Fix:" in error_of(
-        {"objective": {"preset": str(file)}}
-    )
+    message = error_of({"objective": {"preset": str(file)}})
+    assert "must not name another one, got objective.preset=dapo. Fix:" in message

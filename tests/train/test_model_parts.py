@@ -49,13 +49,6 @@ WHOLE = {"one expert", "fused"}
 """Those whose tensors cannot be made of a rank's rows of what is in the files."""
 
 
-def save_families(folder: Path) -> None:
-    for name, (kind, settings) in FAMILIES.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(folder / name)
-        build_char_tokenizer("0123456789").save_pretrained(folder / name)
-
-
 class Reader:
     """A file of weights that counts the bytes read of it."""
 
@@ -154,7 +147,10 @@ def test_ranks_read_their_parts_and_hold_the_model_that_transformers_loads(tmp_p
     where tied tensors were sharded one by one, and with stacked experts exported as they are. A new head that keeps its
     random weights: test_trainer_ranks.py (critic), test_offline_train.py (reward model).
     """
-    save_families(tmp_path)
+    for name, (kind, settings) in FAMILIES.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(tmp_path / name)
+        build_char_tokenizer("0123456789").save_pretrained(tmp_path / name)
     run_ranks(check, str(tmp_path))
 
 

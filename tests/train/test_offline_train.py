@@ -32,9 +32,8 @@ def logprob(model: nn.Module, prompt: list[int], output: list[int]) -> float:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0].double().numpy()
     rows = logits[len(prompt) - 1 : -1]
-    normalised = (
-        rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
-    )
+    rows = rows - rows.max(1, keepdims=True)
+    normalised = rows - np.log(np.exp(rows).sum(1, keepdims=True))
     return float(normalised[np.arange(len(output)), output].sum())
 
 

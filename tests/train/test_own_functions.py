@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from preset_builders import config_of, make_trainer
+from test_trainer import REWARDS
 from torch import Tensor
 from train_builders import make_rows, make_shard
 
@@ -15,7 +15,6 @@ from areal_lite.algo.losses import policy_loss
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.train.objective import find_loss_function
 
-REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
 HERE = Path(__file__)
 """Recipes of these tests name functions of this file."""
 

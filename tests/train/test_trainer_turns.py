@@ -195,13 +195,8 @@ def shards(*, cut: bool, num_ranks: int = 1, **data: int) -> list[Shard]:
         Prompt(prompt_id=f"train/0/{n}", text="", token_ids=rows[4 * n].prompt_token_ids, answer="", row=data)
         for n in range(3)
     ]
-    batch = ShardedBatch(
-        Batch(batch_id="b", version=5, groups=tuple(groups)),
-        prompts,
-        num_minibatches=1,
-        num_ranks=num_ranks,
-        run_seed=0,
-    )
+    taken = Batch(batch_id="b", version=5, groups=tuple(groups))
+    batch = ShardedBatch(taken, prompts, num_minibatches=1, num_ranks=num_ranks, run_seed=0)
     num_rows = sum(len(sample.sequences) for group in groups for sample in group.samples)
     assert num_rows == sum(len(batch.shard(rank).rows) for rank in range(num_ranks))
     return [batch.shard(rank) for rank in range(num_ranks)]

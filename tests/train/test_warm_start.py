@@ -40,21 +40,15 @@ def episode(*turns: tuple[bool, str]) -> Task:
     return Task(origin="here", prompt="1-9?", answer="", demonstration=shown)
 
 
-def folder_name(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The hash of a warm start, without its training."""
-    monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
-    return ensure_warm_start(config, cache_dir=tmp_path).name
-
-
 def test_chained_sums_alone_give_the_model_they_always_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written down before other sources had demonstrations: caches and published figures stay valid.
 
     Seen failing with the alphabet of all printable characters for every recipe.
     """
-    demo = load_config("arith_cpu")
-    assert folder_name(demo, tmp_path, monkeypatch) == "46da1eb1a9b95f7f"
-    sft = load_any_config("rlhf_sft", command="sft")
-    assert folder_name(sft, tmp_path, monkeypatch) == "3d01ad1396bd80ea"
+    monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
+    demo, sft = load_config("arith_cpu"), load_any_config("rlhf_sft", command="sft")
+    assert ensure_warm_start(demo, cache_dir=tmp_path).name == "46da1eb1a9b95f7f"
+    assert ensure_warm_start(sft, cache_dir=tmp_path).name == "3d01ad1396bd80ea"
 
 
 def test_the_alphabet_grows_with_the_sources() -> None:
@@ -154,10 +148,8 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     What was written of it is gone.
     """
     (tmp_path / "file").touch()
-    config, words = (
-        recipe(data=GUESS, model=SMALL),
-        r"the folder for the built-in model, .* must be writable, got ",
-    )
+    config = recipe(data=GUESS, model=SMALL)
+    words = r"the folder for the built-in model, .* must be writable, got "
     with pytest.raises(ConfigError, match=rf"{words}.*/file/cache: Not a directory. Fix: choose another"):
         ensure_warm_start(config, cache_dir=tmp_path / "file" / "cache")
 
