@@ -31,9 +31,9 @@ settings.load_profile("patient")
 
 
 LONGEST = (
-    "alone", "nodes", "test_faults", "slurm", "test_smollm2", "test_loop", "test_server_run",
+    "alone", "nodes", "test_faults", "slurm", "test_smollm2", "test_bench_loop", "test_loop", "test_server_run",
     "gpu_check", "test_drilled_run", "test_nccl_run", "test_rlhf", "test_attempts", "test_mesh", "_ranks",
-    "test_docs_verifiers", "test_lora", "test_memory", "test_checkpoint", "_transport",
+    "test_lora", "test_memory", "test_checkpoint", "_transport",
 )  # fmt: skip
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""
 MOST_RUNS = 3

@@ -4,9 +4,7 @@ benchmark shares.
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError, StallError
 from areal_lite.launch.bench.harness import PlannedRun, run_all, where_it_begins
 from areal_lite.launch.bench.plan import Plan, choose, collect_results, load_plan, planned_runs, shipped_plans
-from areal_lite.launch.commands.main import main
-from areal_lite.launch.run.controller import Interrupted
 from areal_lite.record.columns import cells, spread
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.writer import SoleWriter
@@ -192,29 +188,6 @@ def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_restarted(tmp_pa
     training.calls.clear()
     assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "resume b"]
-
-
-def test_ctrl_c_ends_a_bench_and_the_printed_command_runs_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As it is typed. Seen failing with the end of the run that Ctrl-C saved taken for a failure."""
-    training = FakeTraining({"a": StallError("late: rollout/0"), "b": Interrupted("b")}, saved=["b"])
-    monkeypatch.setattr("areal_lite.launch.run.train.train", lambda config, **_: training(config))
-    monkeypatch.setattr("areal_lite.launch.run.ray_session.ray_session", nullcontext)
-    plan = {"recipe": "arith_cpu", "settings": {"run.steps": STEPS}, "runs": {"a": {}, "b": {}, "c": {}}}
-    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-    words = ["bench", "plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["areal-lite", *words])
-    assert main(words) == 130
-    output = capsys.readouterr().out
-    assert "run a failed: StallError: late: rollout/0" in output
-    assert output.endswith(f"stopped. Resume with:\n  areal-lite {shlex.join(words)}\n")
-    training.ends["a"] = StallError("late again")
-    assert main(words) == 1
-    assert "failed: a; retry with the same command:" in capsys.readouterr().out
-    assert training.calls == ["a", "b", "a", "resume b", "c"]
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert [run["status"] for run in runs] == ["failed: late again", "done", "done"]
 
 
 def test_the_folder_of_a_run_that_another_command_trains_is_left_alone(tmp_path: Path) -> None:
