@@ -29,6 +29,10 @@ OWN_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_inte
 """Variables of a Ray that we start. Actors have processes of their own: those that Ray starts in advance, one for each
 core, would never be used. And without a dashboard nobody sees the record of calls, for which Ray's head takes 3.4 KB a
 call, up to 100,000 calls."""
+_START_LIMIT_S = 120
+START_LIMIT = {"RAY_raylet_start_wait_time_s": str(_START_LIMIT_S)}
+"""How long a node that we start may take to join: Ray's 30 s are too short on a busy machine. Ray looks for the node
+until then, and looks again only within its first 30 s."""
 
 
 def joins_a_cluster() -> bool:
@@ -47,7 +51,9 @@ def ray_session() -> Iterator[None]:
         with notices_held_back(), _variables_and_handlers_kept():
             os.environ.update(OWN_RAY)
             # Without an address Ray would join whatever cluster this machine happens to run.
-            _join(os.environ.get("RAY_ADDRESS") or "local")
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            os.environ.update(START_LIMIT if address == "local" else {})
+            _join(address)
         _ignore_messages()
         with _lost_calls_ignored():
             yield
@@ -103,8 +109,8 @@ def _join(address: str) -> None:
         if "timed out during startup" not in str(error):
             raise
         raise StallError(
-            "Ray did not start within 30 s: the machine is overloaded, or too little memory or disk is left. Fix: try "
-            "again when it is less busy; `areal-lite doctor` checks this machine"
+            f"Ray did not start within {_START_LIMIT_S} s: the machine is overloaded, or too little memory or disk is "
+            "left. Fix: try again when it is less busy; `areal-lite doctor` checks this machine"
         ) from error
 
 
