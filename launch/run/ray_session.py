@@ -30,9 +30,11 @@ OWN_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_inte
 core, would never be used. And without a dashboard nobody sees the record of calls, for which Ray's head takes 3.4 KB a
 call, up to 100,000 calls."""
 _START_LIMIT_S = 120
-START_LIMIT = {"RAY_raylet_start_wait_time_s": str(_START_LIMIT_S)}
-"""How long a node that we start may take to join: Ray's 30 s are too short on a busy machine. Ray looks for the node
-until then, and looks again only within its first 30 s."""
+START_LIMITS = {
+    "RAY_raylet_start_wait_time_s": str(_START_LIMIT_S),
+    "RAY_agent_register_timeout_ms": str(_START_LIMIT_S * 1000),
+}
+"""How long a node that we start may wait for its processes: Ray's 30 s are too short on a busy machine."""
 
 
 def joins_a_cluster() -> bool:
@@ -52,7 +54,7 @@ def ray_session() -> Iterator[None]:
             os.environ.update(OWN_RAY)
             # Without an address Ray would join whatever cluster this machine happens to run.
             address = os.environ.get("RAY_ADDRESS") or "local"
-            os.environ.update(START_LIMIT if address == "local" else {})
+            os.environ.update(START_LIMITS if address == "local" else {})
             _join(address)
         _ignore_messages()
         with _lost_calls_ignored():
