@@ -17,8 +17,8 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# ALONE tests measure time: they share one lane, and the others give way to it. RUNS start the whole system, in two
-# of the five lanes (tests/conftest.py).
+# ALONE tests measure time: they share one lane, and the others give way to it. RUNS start the whole system, in three
+# of the five lanes, or in two where others keep the machine busy (tests/conftest.py).
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not frameworks and not soak and not examples and not gym and not trackers and not data and not smollm and not browser and not ($(ALONE) or $(RUNS))

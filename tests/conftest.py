@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
@@ -19,8 +20,6 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threads that tests abandon warn of their stores minutes later
-# Ray gives its workers 15 less: beside other programs, and other lanes, they would hardly run.
-os.environ.setdefault("RAY_worker_niceness", "0")
 # A job in the background of a script (`make test &`) is started with Ctrl-C ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(10_000)  # torch, transformers and vLLM are imported in less time
@@ -37,8 +36,14 @@ LONGEST = (
     "test_lora", "test_memory", "test_checkpoint", "_transport",
 )  # fmt: skip
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""
-MOST_RUNS = 2
-"""Lanes that start whole systems: with a third, a start of Ray can take longer than Ray waits."""
+MOST_RUNS = 3
+"""Lanes that start whole systems: with a fourth, a start of Ray can take longer than Ray waits."""
+
+
+@functools.cache
+def most_runs() -> int:
+    """Fewer where others keep half of the machine busy as the tests begin: Ray waits no longer for its start there."""
+    return 2 if psutil.cpu_percent(interval=2) > 50 else MOST_RUNS
 
 
 @functools.cache
@@ -83,7 +88,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             has_other = any(lane not in of_runs and not lane.shutting_down for lane in self.assigned_work)
             fitting = runs or ([] if has_other else others)
         else:
-            fitting = others + (runs if len(of_runs) < MOST_RUNS else [])
+            fitting = others + (runs if len(of_runs) < most_runs() else [])
         long = [scope for name in LONGEST for scope in fitting if name in scope]
         short = [scope for scope in fitting if scope not in long]
         unfinished = [scope for scope, tests in self.assigned_work[node].items() if not all(tests.values())]
@@ -114,6 +119,22 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             lane[crashed] = True
         super().remove_node(node)
         return pending[0][1] if pending else None
+
+
+def is_busy(config: pytest.Config) -> bool:
+    """Tell whether a session in lanes began on a machine that others keep busy."""
+    in_lanes = config.getoption("dist", None) == "loadscope" and "PYTEST_XDIST_WORKER" not in os.environ
+    return in_lanes and most_runs() < MOST_RUNS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_busy(config):  # asked before this session's own processes are what it sees
+        # Ray gives its workers 15 less: beside other programs that want all they would hardly run.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "others keep this machine busy: whole systems start in two lanes, not three" if is_busy(config) else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,7 +20,7 @@ import psutil
 from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.remote import Remote, script
-from areal_lite.launch.run.ray_session import OWN_RAY, START_LIMITS
+from areal_lite.launch.run.ray_session import OWN_RAY
 from areal_lite.launch.run.signals import NOTICES
 
 _STARTED = "Ray runtime started"
@@ -161,7 +161,7 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
 def _main() -> None:
     from ray.scripts.scripts import main
 
-    os.environ.update({**OWN_RAY, **START_LIMITS})
+    os.environ.update(OWN_RAY)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:

@@ -29,12 +29,6 @@ OWN_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_inte
 """Variables of a Ray that we start. Actors have processes of their own: those that Ray starts in advance, one for each
 core, would never be used. And without a dashboard nobody sees the record of calls, for which Ray's head takes 3.4 KB a
 call, up to 100,000 calls."""
-_START_LIMIT_S = 120
-START_LIMITS = {
-    "RAY_raylet_start_wait_time_s": str(_START_LIMIT_S),
-    "RAY_agent_register_timeout_ms": str(_START_LIMIT_S * 1000),
-}
-"""How long a node that we start may wait for its processes: Ray's 30 s are too short on a busy machine."""
 
 
 def joins_a_cluster() -> bool:
@@ -53,9 +47,7 @@ def ray_session() -> Iterator[None]:
         with notices_held_back(), _variables_and_handlers_kept():
             os.environ.update(OWN_RAY)
             # Without an address Ray would join whatever cluster this machine happens to run.
-            address = os.environ.get("RAY_ADDRESS") or "local"
-            os.environ.update(START_LIMITS if address == "local" else {})
-            _join(address)
+            _join(os.environ.get("RAY_ADDRESS") or "local")
         _ignore_messages()
         with _lost_calls_ignored():
             yield
@@ -111,8 +103,8 @@ def _join(address: str) -> None:
         if "timed out during startup" not in str(error):
             raise
         raise StallError(
-            f"Ray did not start within {_START_LIMIT_S} s: the machine is overloaded, or too little memory or disk is "
-            "left. Fix: try again when it is less busy; `areal-lite doctor` checks this machine"
+            "Ray did not start within 30 s: the machine is overloaded, or too little memory or disk is left. Fix: try "
+            "again when it is less busy; `areal-lite doctor` checks this machine"
         ) from error
 
 

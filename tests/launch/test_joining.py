@@ -88,7 +88,7 @@ REFUSED = r"expected {head} to accept this machine, got: (no token|failed).*wher
         (ray.exceptions.AuthenticationError("no token"), True, ConfigError, REFUSED),
         (ConnectionError("failed"), True, ConfigError, REFUSED),
         (SystemExit(15), False, KeyboardInterrupt, ""),
-        (Exception("The current node timed out during startup."), False, StallError, "Ray did not start within 120 s"),
+        (Exception("The current node timed out during startup."), False, StallError, "Ray did not start within 30 s"),
     ],
     ids=["token", "token, in other words", "SIGTERM", "a busy machine"],
 )

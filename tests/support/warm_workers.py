@@ -106,10 +106,10 @@ def warm_ray(variables: Mapping[str, str]) -> Iterator[None]:
     import pytest
     import ray
 
-    from areal_lite.launch.run.ray_session import OWN_RAY, START_LIMITS
+    from areal_lite.launch.run.ray_session import OWN_RAY
 
     with pytest.MonkeyPatch.context() as patches:
-        for name, value in {**variables, **OWN_RAY, **START_LIMITS}.items():
+        for name, value in {**variables, **OWN_RAY}.items():
             patches.setenv(name, value)
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         patches.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # commands that tests type start Rays of their own

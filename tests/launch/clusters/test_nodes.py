@@ -14,7 +14,7 @@ import pytest
 from loop_builders import PARITY, check_books, loop_config, write_recipe
 from places import SUPPORT
 
-from areal_lite.launch.clusters.attempts import Attempts
+from areal_lite.launch.clusters.attempts import Attempt, Attempts
 from areal_lite.launch.clusters.job import Job
 from areal_lite.record.run_files import read_summary
 from areal_lite.record.run_folder import RunFolder
@@ -37,6 +37,11 @@ class OnNodes:
     def folder(self) -> RunFolder:
         assert self.job.run_folder is not None
         return RunFolder(self.job.run_folder)
+
+
+def begun(job: Job) -> list[Attempt]:
+    """Attempts in which Ray started: a busy machine may be over its limit, 30 s, which nobody can change."""
+    return [attempt for attempt in Attempts.read(job).attempts if "timed out during startup" not in attempt.cause]
 
 
 def processes(job: Job, node: str) -> str:
@@ -67,6 +72,7 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mappi
     write_recipe(folder / "tiny.yaml", loop_config(folder, run={"steps": STEPS, "log_samples": 4}))
     words = ["--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
     words += ["run.stall_timeout_s=15", "weights.timeout_s=10", "launch.pause_s=5", "run.checkpoint_every=1"]
+    words += ["launch.max_attempts=6"]
     words += ["run.preflight=false"]  # test_ssh_nodes.py and test_preflight_nodes.py have it
     with (folder / "output").open("w") as output:
         command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
@@ -78,7 +84,7 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mappi
                 time.sleep(0.2)
                 for record in folder.glob("runs/jobs/*.json"):
                     job = Job.model_validate_json(record.read_text())
-                    ended = [attempt for attempt in Attempts.read(job).attempts if attempt.code]
+                    ended = [attempt for attempt in begun(job) if attempt.code]
                     if ended and len(ended) not in left:
                         with suspended(job):  # the next attempt begins once all has been looked at, and is whole
                             hosts = job.profile.sections["ssh"]["hosts"]
@@ -94,10 +100,10 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mappi
 
 def test_the_job_ends_well_in_its_third_attempt_and_conserves_the_groups(job_on_nodes: OnNodes) -> None:
     assert job_on_nodes.code == 0, job_on_nodes.output
-    attempts = Attempts.read(job_on_nodes.job).attempts
-    assert [attempt.code for attempt in attempts] == [1, 1, 0], job_on_nodes.output
+    assert [attempt.code for attempt in begun(job_on_nodes.job)] == [1, 1, 0], job_on_nodes.output
     check_books(job_on_nodes.folder, total=STEPS)
     summary = read_summary(job_on_nodes.folder.path)
+    attempts = Attempts.read(job_on_nodes.job).attempts
     assert (summary["attempts"], summary["ledger"]["outstanding"]) == (len(attempts), 0)
 
 
@@ -117,7 +123,7 @@ LINK = r"(?s)(?=.*trainer/1).*node-2 \(10\.77\.0\.2\) is unreachable from node-1
 
 @pytest.mark.parametrize(("number", "named"), [(1, LINK), (2, "node-2")], ids=["link", "node"])
 def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNodes, number: int, named: str) -> None:
-    cause = Attempts.read(job_on_nodes.job).attempts[number - 1].cause
+    cause = begun(job_on_nodes.job)[number - 1].cause
     assert re.search(named, cause), cause
     assert job_on_nodes.left[number].keys() == {"node-1", "node-2", "node-3"}
     for text in job_on_nodes.left[number].values():
