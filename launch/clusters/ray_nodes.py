@@ -28,6 +28,9 @@ _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
 LOCAL = ("bash", "-c")
 _POLL_S = 0.2
 _RETRY_S = 2.0
+_SLOW = "The current node timed out during startup"
+"""What Ray says where its agents take more than 15 s to start, or a node more than 30: it lets nobody change either."""
+_MOST_STARTS = 3
 _NAMED_PORTS = 9
 """Ports of a node's Ray before those of its workers, as in `templates/ray.sh`."""
 _BOOTING = re.compile(r"[Cc]onnection (refused|timed out|reset|closed)|No route to host")
@@ -115,17 +118,21 @@ class RayNodes:
             time.sleep(_POLL_S)
 
     def _start_again(self, node: str, tried: dict[str, float]) -> None:
-        """Start Ray on a node once more, where the host was only out of reach; `tried` has the time of each try."""
+        """Start Ray on a node once more, where the host was only out of reach or busy; `tried` has the time of each."""
         process, now = self.processes[node], time.monotonic()
-        if process.pid is not None or not _BOOTING.search(process.last_lines()):
+        is_slow = _SLOW in process.last_lines() and process.read_log().count(_SLOW) < _MOST_STARTS
+        if not is_slow and (process.pid is not None or not _BOOTING.search(process.last_lines())):
             raise StallError(
                 f"Ray must start on every node, on {node} it ended: {process.last_lines()}; log: {process.log}"
             )
-        if node not in tried:
+        if now <= tried.get(node, 0.0) + _RETRY_S:
+            return
+        if is_slow:
+            print(f"areal-lite launch: {node} is too busy, Ray was not ready within 30 s; retrying", flush=True)
+        elif node not in tried:
             print(f"areal-lite launch: {node} is out of reach ({process.last_lines()}); retrying", flush=True)
-        if now > tried.get(node, 0.0) + _RETRY_S:
-            tried[node] = now
-            process.start()
+        tried[node] = now
+        process.start()
 
     def _too_late(self, late: list[str]) -> StallError:
         def state(process: Remote) -> str:

@@ -83,9 +83,9 @@ class Remote:
 
     @property
     def pid(self) -> int | None:
-        """Its id on its node, once it has printed it."""
-        found = _PID.search(self.read_log())
-        return int(found[1]) if found else None
+        """Its id on its node, once it has printed it; after another start, the last one printed."""
+        found = _PID.findall(self.read_log())
+        return int(found[-1]) if found else None
 
     def read_log(self) -> str:
         """Return its output so far."""
@@ -120,11 +120,11 @@ class Remote:
 def end_process(job: Job, shell: Sequence[str], *, log: Path) -> str | None:
     """End the process that wrote a log, unless it has ended, and note that in the log; returns what went wrong."""
     text = log.read_text(errors="replace")
-    if (found := _PID.search(text)) is None or _ENDED in text:
+    if not (found := _PID.findall(text)) or _ENDED in text:
         return None
     node, _, what = log.stem.rpartition("-")
     own, by = f"AREAL_LITE_JOB={job.name}", "INT" if what == "ray" else "TERM"
-    end = render("end.sh", pid=found[1], own=own, signal=by, grace_s=_GRACE_S)
+    end = render("end.sh", pid=found[-1], own=own, signal=by, grace_s=_GRACE_S)
     done = ask(*shell, "bash", "-s", text=end)
     if done.returncode:
         return f"{node}: {done.stderr.strip()}"

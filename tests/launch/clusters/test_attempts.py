@@ -293,6 +293,25 @@ def pid_in(log: Path) -> int:
     return int(pid)
 
 
+@pytest.mark.parametrize(("slow_starts", "code"), [(2, 0), (3, 1)])
+def test_ray_that_is_too_slow_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow_starts: int, code: int
+) -> None:
+    """Ray's limits are its own. Seen failing with an attempt that ended, on a busy machine."""
+    slow = "echo 'Exception: The current node timed out during startup.'; exit 1"
+    fake_ray(
+        monkeypatch,
+        worker=f"echo >> starts; [ $(wc -l < starts) -gt {slow_starts} ] || {{ {slow}; }}; {READY}; sleep 60",
+    )
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", words="launch.max_attempts=1")
+    assert supervise(job) == code
+    assert capsys.readouterr().out.count("two is too busy, Ray was not ready within 30 s; retrying") == 2
+    (log,) = job.files.glob("attempt-1/two-ray.log")
+    pids = re.findall(r"^areal-lite pid (\d+)$", log.read_text(), re.MULTILINE)
+    assert len(pids) == 3
+    assert not any(alive(int(pid)) for pid in pids)
+
+
 def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command itself hangs. Seen failing without the look at the nodes, and with the nodes left to themselves."""
     fake_ray(monkeypatch, worker=f"{READY}; until [ -e go ]; do sleep 0.1; done; echo raylet died; exit 3")
