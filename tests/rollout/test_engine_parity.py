@@ -204,7 +204,7 @@ def test_a_sample_across_a_publication_names_the_weights_of_each_token(pair: Pai
     """I3: each span's log-probabilities are those of the version it names, temperature included.
 
     Over gloo the samples continue while the new weights are received and staged. Seen failing with a pause that keeps
-    the caches. Every second sample goes on after the end token: seen failing with `min_tokens` in place of
+    the caches. Every second sample continues after the end token: seen failing with `min_tokens` in place of
     `ignore_eos`, which forbids that token, and moves all others.
     """
     publisher = pair.connect()
