@@ -429,7 +429,7 @@ def test_a_row_cannot_loosen_the_sandbox() -> None:
 
 def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with plain where bubblewrap does not work."""
-    monkeypatch.setattr("areal_lite.verify.builtin.code.check_bubblewrap", check_bubblewrap.__wrapped__)  # past its cache
+    monkeypatch.setattr("areal_lite.verify.builtin.code.check_bubblewrap", check_bubblewrap.__wrapped__)  # no cache
     monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
     with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
         Verifier(code, {})

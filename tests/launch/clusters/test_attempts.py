@@ -312,6 +312,19 @@ def test_ray_that_is_too_slow_is_started_again(
     assert not any(alive(int(pid)) for pid in pids)
 
 
+def test_of_two_starts_the_last_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the first process id of the log."""
+    job = job_of(tmp_path, "true", monkeypatch)
+    process = subprocess.Popen(["sleep", "60"], env=os.environ | {"AREAL_LITE_JOB": job.name})
+    log = tmp_path / "two-ray.log"
+    log.write_text(f"areal-lite pid 1\nareal-lite pid {process.pid}\n")
+    try:
+        assert remote.end_process(job, ray_nodes.LOCAL, log=log) is None
+        assert process.wait(timeout=20) == -signal.SIGINT
+    finally:
+        process.kill()
+
+
 def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command itself hangs. Seen failing without the look at the nodes, and with the nodes left to themselves."""
     fake_ray(monkeypatch, worker=f"{READY}; until [ -e go ]; do sleep 0.1; done; echo raylet died; exit 3")
