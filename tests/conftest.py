@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
@@ -19,6 +18,8 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray gives its workers 15 less: beside others that want all of the machine they would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threads that tests abandon warn of their stores minutes later
 # A job in the background of a script (`make test &`) is started with Ctrl-C ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,14 +37,8 @@ LONGEST = (
     "test_lora", "test_memory", "test_checkpoint", "_transport",
 )  # fmt: skip
 """Begun first, so that all lanes end together: files that take long, and those of one lane."""
-MOST_RUNS = 3
-"""Lanes that start whole systems: with a fourth, a start of Ray can take longer than Ray waits."""
-
-
-@functools.cache
-def most_runs() -> int:
-    """Fewer where others keep half of the machine busy as the tests begin: Ray waits no longer for its start there."""
-    return 2 if psutil.cpu_percent(interval=2) > 50 else MOST_RUNS
+MOST_RUNS = 2
+"""Lanes that start whole systems: each keeps a core busy, and Ray's start has a limit of its own."""
 
 
 @functools.cache
@@ -63,8 +58,8 @@ _GIVES_WAY = 5
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """A file at a time for each lane, the longest first; files that make nodes on this machine are of three lanes, and
-    those that look at time are of one. Runs and other tests are in lanes of their own, beside each other: runs mostly
+    """A file at a time for each lane, the longest first; files that make nodes on this machine are of three groups,
+    those that look at time are one. Runs and other tests are in lanes of their own, beside each other: runs mostly
     wait, and their Ray must not be there for tests that start one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
@@ -88,7 +83,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             has_other = any(lane not in of_runs and not lane.shutting_down for lane in self.assigned_work)
             fitting = runs or ([] if has_other else others)
         else:
-            fitting = others + (runs if len(of_runs) < most_runs() else [])
+            fitting = others + (runs if len(of_runs) < MOST_RUNS else [])
         long = [scope for name in LONGEST for scope in fitting if name in scope]
         short = [scope for scope in fitting if scope not in long]
         unfinished = [scope for scope, tests in self.assigned_work[node].items() if not all(tests.values())]
@@ -119,22 +114,6 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             lane[crashed] = True
         super().remove_node(node)
         return pending[0][1] if pending else None
-
-
-def is_busy(config: pytest.Config) -> bool:
-    """Tell whether a session in lanes began on a machine that others keep busy."""
-    in_lanes = config.getoption("dist", None) == "loadscope" and "PYTEST_XDIST_WORKER" not in os.environ
-    return in_lanes and most_runs() < MOST_RUNS
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if is_busy(config):  # asked before this session's own processes are what it sees
-        # Ray gives its workers 15 less: beside other programs that want all they would hardly run.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    return "others keep this machine busy: whole systems start in two lanes, not three" if is_busy(config) else None
 
 
 @pytest.hookimpl(optionalhook=True)

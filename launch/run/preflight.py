@@ -76,7 +76,7 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
 
 
 def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], shared: Path) -> ClusterReport:
-    """Probe every live node; each answer may take three times the time-out of a connection.
+    """Probe every live node. The first answer may take `run.start_timeout_s`, each further one three minutes.
 
     Args:
         config: Its `run.network` settled (`with_network`).
@@ -89,7 +89,7 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
         try:
             # The first answer includes the start of the process.
             found = call_all(probes, "call", local_address, config.run.network)
-            report.addresses = _ask(report, found, 3 * _TIMEOUT_S)
+            report.addresses = _ask(report, found, config.run.start_timeout_s, of="run.start_timeout_s=")
             probes = {name: probes[name] for name in report.addresses}
             _ask(report, call_all(probes, "call", wait_for_file, canary, LATE_S), 3 * _TIMEOUT_S)
             wanted = {"disk": str(shared), "environment": list(config.run.env)}
@@ -132,12 +132,12 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
     }
 
 
-def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any]:
-    """Return the answers, and add probes that failed or are late to the report."""
+def _ask(report: ClusterReport, calls: Calls, timeout_s: float, *, of: str = "") -> dict[str, Any]:
+    """Return the answers, and add probes that failed or are late to the report, with the name of the setting."""
     for name, error in calls.answers(timeout_s):
         if error is not None:
             report.failures.append(f"{name}: {describe(error)}")
-    report.failures += [f"{name} gave no answer within {timeout_s:g} s" for name in calls.pending]
+    report.failures += [f"{name} gave no answer within {of}{timeout_s:g} s" for name in calls.pending]
     return calls.values
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: what the conversion must not lose, and steps, a resume and an export with it."""
+"""SmolLM2-135M-Instruct: what the conversion must not lose, and steps and an export with it."""
 
 import json
 import os
@@ -78,21 +78,19 @@ def test_the_converted_model_is_the_published_one(folder: Path) -> None:
     assert {question for question, answer in found.items() if FACTS[question] not in answer} == set(), found
 
 
-def test_it_trains_resumes_and_exports(ray_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of its recipe, then another by an engine that loads what these saved.
+def test_it_trains_and_exports(ray_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of its recipe. The export answers in transformers and in vLLM.
 
-    The export answers in transformers and in vLLM. Seen failing with its first and last layers swapped.
+    Seen failing with its first and last layers swapped.
     """
     monkeypatch.chdir(folder)
     words = (
-        "run.eval_every=0 data.arguments.eval_size=8 rollout.slots=8 queue.groups_per_step=2 "
-        "queue.samples_per_group=4 trainer.lr=1e-6 weights.parity_every=1"
+        "run.eval_every=0 data.arguments.eval_size=8 rollout.slots=8 queue.groups_per_step=2 run.steps=2 "
+        "queue.samples_per_group=4 trainer.lr=1e-6 weights.parity_every=1 run.dir=run"
     )
-    for more in ("run.dir=run run.steps=2", "run.resume=run run.steps=3"):
-        summary, run = run_loop(load_config("smollm_cpu", [*words.split(), *more.split()]))
-        assert summary["status"] == "done"
+    summary, run = run_loop(load_config("smollm_cpu", words.split()))
     metrics = run.read("metrics.jsonl")
-    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert (summary["status"], [row["step"] for row in metrics]) == ("done", [1, 2])
     assert max(row["parity_mean_abs_logprob_diff"] for row in metrics) < run.recipe().parity_limit()
     exported = find_model_folder(run.path, option="run")
     question = "What is the capital of France?"

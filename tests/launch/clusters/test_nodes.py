@@ -1,4 +1,7 @@
-"""A run on three nodes of this machine that loses a link and then a node: three attempts, one conserved run."""
+"""A run on three nodes of this machine that loses a link: two attempts, one conserved run.
+
+That a node may die is shown by `test_ray_job.py`.
+"""
 
 import os
 import re
@@ -7,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -21,7 +24,7 @@ from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.loop]
 
-STEPS, CUT_AFTER, KILL_AFTER = 8, 2, 5
+STEPS, CUT_AFTER = 5, 2
 DEADLINE_S = 880
 
 
@@ -30,8 +33,8 @@ class OnNodes:
     code: int
     output: str
     job: Job
-    left: dict[int, dict[str, str]] = field(default_factory=dict)
-    """What ran on each node after each failed attempt."""
+    left: dict[str, str]
+    """What ran on each node after the failed attempt."""
 
     @property
     def folder(self) -> RunFolder:
@@ -67,17 +70,17 @@ def suspended(job: Job) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mapping[str, str]) -> OnNodes:
-    """The rig as one types it, in a folder of /tmp, with a link cut and then a node killed."""
+    """The rig as one types it, in a folder of /tmp, with a link cut."""
     folder = tmp_path_factory.mktemp("nodes")
     write_recipe(folder / "tiny.yaml", loop_config(folder, run={"steps": STEPS, "log_samples": 4}))
-    words = ["--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
+    words = ["--cut-link", CUT_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
     words += ["run.stall_timeout_s=15", "weights.timeout_s=10", "launch.pause_s=5", "run.checkpoint_every=1"]
-    words += ["launch.max_attempts=6"]
+    words += ["launch.max_attempts=5"]
     words += ["run.preflight=false"]  # test_ssh_nodes.py and test_preflight_nodes.py have it
     with (folder / "output").open("w") as output:
         command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=os.environ | warm_variables)
-        left: dict[int, dict[str, str]] = {}
+        left: dict[str, str] = {}
         try:
             until = time.monotonic() + DEADLINE_S
             while process.poll() is None and time.monotonic() < until:
@@ -85,10 +88,10 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mappi
                 for record in folder.glob("runs/jobs/*.json"):
                     job = Job.model_validate_json(record.read_text())
                     ended = [attempt for attempt in begun(job) if attempt.code]
-                    if ended and len(ended) not in left:
+                    if ended and not left:
                         with suspended(job):  # the next attempt begins once all has been looked at, and is whole
                             hosts = job.profile.sections["ssh"]["hosts"]
-                            left[len(ended)] = {host: processes(job, host) for host in hosts}
+                            left = {host: processes(job, host) for host in hosts}
                             while is_broken((folder / "output").read_text()) and time.monotonic() < until:
                                 time.sleep(0.1)
             code = process.wait(timeout=1)
@@ -98,9 +101,9 @@ def job_on_nodes(tmp_path_factory: pytest.TempPathFactory, warm_variables: Mappi
     return OnNodes(code, (folder / "output").read_text(), job, left)
 
 
-def test_the_job_ends_well_in_its_third_attempt_and_conserves_the_groups(job_on_nodes: OnNodes) -> None:
+def test_the_job_ends_well_in_its_second_attempt_and_conserves_the_groups(job_on_nodes: OnNodes) -> None:
     assert job_on_nodes.code == 0, job_on_nodes.output
-    assert [attempt.code for attempt in begun(job_on_nodes.job)] == [1, 1, 0], job_on_nodes.output
+    assert [attempt.code for attempt in begun(job_on_nodes.job)] == [1, 0], job_on_nodes.output
     check_books(job_on_nodes.folder, total=STEPS)
     summary = read_summary(job_on_nodes.folder.path)
     attempts = Attempts.read(job_on_nodes.job).attempts
@@ -118,15 +121,12 @@ def test_engines_and_ranks_are_on_different_nodes_and_agree(job_on_nodes: OnNode
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in job_on_nodes.folder.read("metrics.jsonl"))
 
 
-LINK = r"(?s)(?=.*trainer/1).*node-2 \(10\.77\.0\.2\) is unreachable from node-1 \(10\.77\.0\.1\)"
-
-
-@pytest.mark.parametrize(("number", "named"), [(1, LINK), (2, "node-2")], ids=["link", "node"])
-def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNodes, number: int, named: str) -> None:
-    cause = begun(job_on_nodes.job)[number - 1].cause
-    assert re.search(named, cause), cause
-    assert job_on_nodes.left[number].keys() == {"node-1", "node-2", "node-3"}
-    for text in job_on_nodes.left[number].values():
+def test_a_lost_link_ends_the_attempt_everywhere_by_name(job_on_nodes: OnNodes) -> None:
+    (cause,) = [attempt.cause for attempt in begun(job_on_nodes.job) if attempt.code]
+    assert "trainer/1" in cause
+    assert "node-2 (10.77.0.2) is unreachable from node-1 (10.77.0.1)" in cause
+    assert job_on_nodes.left.keys() == {"node-1", "node-2", "node-3"}
+    for text in job_on_nodes.left.values():
         # The agents of a Ray node end by themselves, once they miss it; what workers are copied from stays.
         left = re.sub(
             r"ray::(DashboardAgent|RuntimeEnvAgent)|.*/ray/.*/agent.py.*|.*/warm_workers.py --serve.*", "", text

@@ -19,7 +19,11 @@ from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.jobs, pytest.mark.loop, pytest.mark.cluster]
 _DEADLINE_S = 300.0
-_ENV = {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+_ENV = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_health_check_failure_threshold": "3",  # a node is dead after 39 s; Ray's 5 are 65 s
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
 _VERIFIER = """
 import os
 
