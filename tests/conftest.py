@@ -53,8 +53,8 @@ def starts_runs(file: Path) -> bool:
     return re.search(r"\bmark\.(loop|gpu|cluster)\b", file.read_text()) is not None
 
 
-_GIVES_WAY = 5
-"""Niceness: a third of a processor is left to them where somebody wants all of it."""
+_GIVES_WAY, _RUNS_GIVE_WAY = 5, 2
+"""Niceness: a third of a processor is left to tests where somebody wants all of it, more to runs, which take long."""
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
@@ -124,7 +124,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where tests look at time, those of other lanes give way to them, with all that they start."""
     if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path) and _has_deadlines(item.session):
-        os.nice(max(0, _GIVES_WAY - os.nice(0)))  # to take it back needs root
+        niceness = _RUNS_GIVE_WAY if starts_runs(item.path) else _GIVES_WAY
+        os.nice(max(0, niceness - os.nice(0)))  # to take it back needs root
 
 
 @functools.cache
