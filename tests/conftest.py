@@ -1,5 +1,6 @@
 """One thread for torch, and one Ray for all integration tests."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -55,6 +56,7 @@ def starts_runs(file: Path) -> bool:
 
 _GIVES_WAY, _RUNS_GIVE_WAY = 5, 2
 """Niceness: a third of a processor is left to tests where somebody wants all of it, more to runs, which take long."""
+_BEGAN_AT = os.nice(0)
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
@@ -124,8 +126,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where tests look at time, those of other lanes give way to them, with all that they start."""
     if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path) and _has_deadlines(item.session):
-        niceness = _RUNS_GIVE_WAY if starts_runs(item.path) else _GIVES_WAY
-        os.nice(max(0, niceness - os.nice(0)))  # to take it back needs root
+        with contextlib.suppress(PermissionError):  # to be less nice than before needs root
+            niceness = _RUNS_GIVE_WAY if starts_runs(item.path) else _GIVES_WAY
+            os.setpriority(os.PRIO_PROCESS, 0, max(niceness, _BEGAN_AT))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ the signals that a batch system sends to all processes, so that the run can save
 started.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -171,11 +172,23 @@ def _main() -> None:
     os.environ.update(OWN_RAY)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    with contextlib.suppress(PermissionError):  # the first process of a session leads a group already
+        os.setpgid(0, 0)
     try:
         main()
     finally:
-        for process in psutil.Process().children(recursive=True):
-            process.kill()
+        # An agent whose raylet has ended is no child any more, holds its port for a while, and is in this group.
+        left = {*psutil.Process().children(recursive=True), *filter(_is_of_this_group, psutil.process_iter())}
+        for process in left - {psutil.Process()}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _is_of_this_group(process: psutil.Process) -> bool:
+    try:
+        return os.getpgid(process.pid) == os.getpgrp()
+    except ProcessLookupError:
+        return False
 
 
 if __name__ == "__main__":

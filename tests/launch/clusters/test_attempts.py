@@ -1,5 +1,6 @@
 """The supervisor with shell scripts in the place of Ray and the run: what it resumes, ends, records and returns."""
 
+import contextlib
 import json
 import os
 import re
@@ -323,6 +324,32 @@ def test_of_two_starts_the_last_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
         assert process.wait(timeout=20) == -signal.SIGINT
     finally:
         process.kill()
+
+
+def test_what_a_failed_start_of_ray_leaves_is_ended(tmp_path: Path) -> None:
+    """Stands in for Ray: a raylet that has ended, whose agent would hold a port of the next start.
+
+    Seen failing with children alone ended.
+    """
+    script = """
+import runpy, subprocess
+import ray.scripts.scripts
+
+def main():
+    subprocess.run(["bash", "-c", "sleep 600 >sleeps 2>&1 & echo $! >agent"], check=True)
+    raise SystemExit("The current node timed out during startup")
+
+ray.scripts.scripts.main = main
+runpy.run_module("areal_lite.launch.clusters.ray_nodes", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "timed out during startup" in ended.stderr
+    agent = int((tmp_path / "agent").read_text())
+    try:
+        wait_until(lambda: not alive(agent), "end of the agent")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGKILL)
 
 
 def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
