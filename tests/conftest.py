@@ -61,8 +61,8 @@ _BEGAN_AT = os.nice(0)
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     """A file at a time for each lane, the longest first; files that make nodes on this machine are of three groups,
-    those that look at time are one. Runs and other tests are in lanes of their own, beside each other: runs mostly
-    wait, and their Ray must not be there for tests that start one.
+    those that look at time are one. Runs and other tests are in lanes of their own, beside each other: the Ray of a
+    lane's runs must not be there for tests that start one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """

@@ -89,7 +89,7 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
         try:
             # The first answer includes the start of the process.
             found = call_all(probes, "call", local_address, config.run.network)
-            report.addresses = _ask(report, found, config.run.start_timeout_s, of="run.start_timeout_s=")
+            report.addresses = _ask(report, found, config.run.start_timeout_s, setting="run.start_timeout_s")
             probes = {name: probes[name] for name in report.addresses}
             _ask(report, call_all(probes, "call", wait_for_file, canary, LATE_S), 3 * _TIMEOUT_S)
             wanted = {"disk": str(shared), "environment": list(config.run.env)}
@@ -132,12 +132,13 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
     }
 
 
-def _ask(report: ClusterReport, calls: Calls, timeout_s: float, *, of: str = "") -> dict[str, Any]:
-    """Return the answers, and add probes that failed or are late to the report, with the name of the setting."""
+def _ask(report: ClusterReport, calls: Calls, timeout_s: float, *, setting: str = "") -> dict[str, Any]:
+    """Return the answers, and add probes that failed or are late to the report, with the setting that gave the time."""
     for name, error in calls.answers(timeout_s):
         if error is not None:
             report.failures.append(f"{name}: {describe(error)}")
-    report.failures += [f"{name} gave no answer within {of}{timeout_s:g} s" for name in calls.pending]
+    limit, fix = (f"{setting}={timeout_s:g}", ": raise it where nodes are slow") if setting else (f"{timeout_s:g}", "")
+    report.failures += [f"{name} gave no answer within {limit} s{fix}" for name in calls.pending]
     return calls.values
 
 

@@ -45,6 +45,16 @@ def test_nodes_that_are_fit_are_shown(nodes, tmp_path) -> None:
         assert words in done.stdout
 
 
+def test_nodes_that_are_too_slow_are_named_with_the_setting(nodes, tmp_path) -> None:
+    """Seen failing with a limit that nobody could change."""
+    words = ["doctor", "--cluster", "arith_cpu", f"run.dir={tmp_path}", "run.start_timeout_s=0.001"]
+    done = areal_lite(nodes[0], *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = " ".join((done.stdout + done.stderr).split())
+    for name in ("one", "two", "three"):
+        assert f"{name} gave no answer within run.start_timeout_s=0.001 s: raise it where nodes are slow" in found
+
+
 def test_an_unshared_folder_and_a_slow_link_stop_the_run_with_what_to_do(nodes, tmp_path) -> None:
     """The slow node is named. Seen failing with the rate over all nodes alone."""
     nodes[2].slow(rate_mbit=40)

@@ -1,6 +1,6 @@
 """A recipe as a job on several nodes of this machine, and what becomes of it when one is lost.
 
-    python tests/support/rigs/nodes.py --nodes 3 --kill-node 3              as root; the demo's task, 10 steps
+    python tests/support/rigs/nodes.py --nodes 3 --cut-link 3               as root; the demo's task, 10 steps
     python tests/support/rigs/nodes.py --slow 100 my_recipe.yaml run.steps=50
 
 The job is one of kind ssh whose shell enters a node's namespaces. The nodes share the disk and no memory; what breaks
