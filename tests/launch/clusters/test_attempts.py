@@ -376,7 +376,7 @@ REFUSED = "ssh: connect to host two port 22: Connection refused"
         (
             READY,
             "false",
-            rf"start_timeout_s=1.5, missing: two \({REFUSED}.*Fix: see whether it answers, `bash .* hostname`",
+            rf"start_timeout_s=60, missing: two \({REFUSED}.*Fix: see whether it answers, `bash .* hostname`",
         ),
         (
             "echo 'areal_lite.errors.ConfigError: port 7'; echo more; exit 1",
@@ -393,8 +393,11 @@ def test_a_node_that_does_not_join_is_named_and_one_that_is_late_is_tried_again(
     fake_ray(monkeypatch, worker=worker)
     monkeypatch.setattr(ray_nodes, "_RETRY_S", 0.1)
     monkeypatch.chdir(tmp_path)
-    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", start_timeout_s=1.5 if up == "false" else 60.0)
-    ssh = ("bash", "-c", f'{up} || {{ touch up; echo "{REFUSED}"; exit 255; }}; exec "$@"', "ssh")
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", start_timeout_s=60.0)
+    ssh = ("bash", "-c", f'{up} || {{ echo "{REFUSED}"; touch up; exit 255; }}; exec "$@"', "ssh")
+    if up == "false":  # no time is left once the host has refused
+        late = SimpleNamespace(monotonic=lambda: time.monotonic() + 60 * Path("up").exists(), sleep=time.sleep)
+        monkeypatch.setattr(ray_nodes, "time", late)
     nodes = RayNodes(job, {"one": LOCAL, "two": ssh}, logs=tmp_path)
     try:
         if message:
