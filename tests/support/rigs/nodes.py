@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from namespaces import NETWORK, Node, make_nodes
@@ -23,15 +23,6 @@ from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.commands.launch import run_job
 
 _POLL_S = 0.2
-
-
-class Fault(NamedTuple):
-    """Something that happens to the second node; it is whole again for the next attempt."""
-
-    how: str
-    """kill or cut"""
-    step: int
-    """The trainer step after which it happens."""
 
 
 def words_of(words: Sequence[str] | None, *, num_nodes: int) -> list[str]:
@@ -48,14 +39,13 @@ def words_of(words: Sequence[str] | None, *, num_nodes: int) -> list[str]:
 def main(
     words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE [section.field=value]...]")] = None,
     nodes: Annotated[int, typer.Option(min=2, help="machines to simulate")] = 3,
-    kill_node: Annotated[int | None, typer.Option(metavar="STEP", help="then the second node loses its power")] = None,
-    cut_link: Annotated[int | None, typer.Option(metavar="STEP", help="then the second node loses its link")] = None,
+    cut_link: Annotated[
+        int | None, typer.Option(metavar="STEP", help="then the second node loses its link, until the next attempt")
+    ] = None,
     slow: Annotated[float | None, typer.Option(metavar="MBIT", help="rate of every link, in Mbit/s")] = None,
 ) -> None:
     """Train on several nodes: real Ray nodes in network namespaces of this machine."""
     typed = words_of(words, num_nodes=nodes)
-    faults = [Fault(how, step) for how, step in (("kill", kill_node), ("cut", cut_link)) if step]
-    faults.sort(key=lambda fault: fault.step)
     names = [f"node-{index + 1}" for index in range(nodes)]
     job = Job(name=job_name(typed), kind="ssh", folder=str(Path.cwd()), words=typed)
     ssh = {"hosts": names, "shell": f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}"}
@@ -69,7 +59,7 @@ def main(
                 node.slow(rate_mbit=slow)
             _write_shell(job, node)
         ended = threading.Event()
-        trouble = threading.Thread(target=_cause_trouble, args=(faults, made[1], job, ended), daemon=True)
+        trouble = threading.Thread(target=_cut_link, args=(made[1], cut_link, job, ended), daemon=True)
         trouble.start()
         try:
             sys.exit(run_job(job))
@@ -87,30 +77,24 @@ def profile_of(num_nodes: int, **more: Any) -> Profile:
 
 def _write_shell(job: Job, node: Node) -> None:
     """Write what the job calls to reach a node: as a machine's control board, it needs no network."""
-    command = f'exec {shlex.join(node.command([]))} "$@"' if node.is_up else f"echo {node.name} is off >&2; exit 255"
     path = job.files / f"shell-of-{node.name}"
-    made = path.with_suffix(".tmp")
-    made.write_text(f"#!/bin/sh\n{command}\n")
-    made.chmod(0o755)
-    made.replace(path)  # it may be called at any time
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(node.command([]))} "$@"\n')
+    path.chmod(0o755)
 
 
-def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threading.Event) -> None:
-    """Per attempt: wait for the step, break the node, wait for the attempt's end, repair it. Unblocked by `ended`."""
-    for fault in faults:
-        while last_step(job.run_folder) < fault.step:
-            if ended.wait(_POLL_S):
-                return
-        getattr(node, fault.how)()
-        _write_shell(job, node)
-        print(f"{node.name} ({node.address}) lost its {'power' if fault.how == 'kill' else 'link'}", flush=True)
-        number = len(Attempts.read(job).attempts)
-        while Attempts.read(job).attempts[number - 1].code is None:
-            if ended.wait(_POLL_S):
-                return
-        node.boot() if fault.how == "kill" else node.restore_link()
-        _write_shell(job, node)
-        print(f"{node.name} is whole again", flush=True)
+def _cut_link(node: Node, step: int | None, job: Job, ended: threading.Event) -> None:
+    """Wait for the step, cut the node's link, wait for the attempt's end, restore it. Unblocked by `ended`."""
+    while step is None or last_step(job.run_folder) < step:
+        if ended.wait(_POLL_S):
+            return
+    node.cut()
+    print(f"{node.name} ({node.address}) lost its link", flush=True)
+    number = len(Attempts.read(job).attempts)
+    while Attempts.read(job).attempts[number - 1].code is None:
+        if ended.wait(_POLL_S):
+            return
+    node.restore_link()
+    print(f"{node.name} is whole again", flush=True)
 
 
 if __name__ == "__main__":
