@@ -21,7 +21,7 @@ import psutil
 from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.remote import Remote, script
-from areal_lite.launch.run.ray_session import OWN_RAY
+from areal_lite.launch.run.ray_session import MOST_STARTS, OWN_RAY, SLOW
 from areal_lite.launch.run.signals import NOTICES
 
 _STARTED = "Ray runtime started"
@@ -29,9 +29,6 @@ _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
 LOCAL = ("bash", "-c")
 _POLL_S = 0.2
 _RETRY_S = 2.0
-_SLOW = "The current node timed out during startup"
-"""What Ray says where its agents take more than 15 s to start, or a node more than 30: it lets nobody change either."""
-_MOST_STARTS = 3
 _NAMED_PORTS = 9
 """Ports of a node's Ray before those of its workers, as in `templates/ray.sh`."""
 _BOOTING = re.compile(r"[Cc]onnection (refused|timed out|reset|closed)|No route to host")
@@ -121,7 +118,7 @@ class RayNodes:
     def _start_again(self, node: str, tried: dict[str, float]) -> None:
         """Start Ray on a node once more, where the host was only out of reach or busy; `tried` has the time of each."""
         process, now = self.processes[node], time.monotonic()
-        is_slow = _SLOW in process.last_lines() and process.read_log().count(_SLOW) < _MOST_STARTS
+        is_slow = SLOW in process.last_lines() and process.read_log().count(SLOW) < MOST_STARTS
         if not is_slow and (process.pid is not None or not _BOOTING.search(process.last_lines())):
             raise StallError(
                 f"Ray must start on every node, on {node} it ended: {process.last_lines()}; log: {process.log}"

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import ray
@@ -22,6 +23,7 @@ from areal_lite.launch.run.signals import LEAVING, notices_held_back, undisturbe
 from areal_lite.network import listens
 from areal_lite.node import check_memory
 
+_RAY = str(Path(ray.__file__).parent)
 _PROBE_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 3.0
 """How long Ray may take to disconnect."""
@@ -29,6 +31,9 @@ OWN_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_inte
 """Variables of a Ray that we start. Actors have processes of their own: those that Ray starts in advance, one for each
 core, would never be used. And without a dashboard nobody sees the record of calls, for which Ray's head takes 3.4 KB a
 call, up to 100,000 calls."""
+SLOW = "The current node timed out during startup"
+"""What Ray says where its agents take more than 15 s to start, or a node more than 30: it lets nobody change either."""
+MOST_STARTS = 3
 
 
 def joins_a_cluster() -> bool:
@@ -89,23 +94,45 @@ def _join(address: str) -> None:
             )
     # Ray starts a process with a shell command, which splits a path at its spaces.
     env = {"py_executable": shlex.quote(sys.executable)} if " " in sys.executable else {}
-    try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env)
-    except SystemExit as stop:  # what Ray's handler of SIGTERM raises; another thread may take a signal blocked here
-        raise KeyboardInterrupt from stop
-    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
-        raise ConfigError(
-            f"Ray was not joined: expected {address} to accept this machine, got: {error}. Fix: where it asks for a "
-            "token, copy the head's ~/.ray/auth_token to every node, or start all of Ray, and this command, with "
-            "RAY_AUTH_MODE=disabled"
-        ) from error
-    except Exception as error:  # Ray has no class for it
-        if "timed out during startup" not in str(error):
-            raise
-        raise StallError(
-            "Ray did not start within 30 s: the machine is overloaded, or too little memory or disk is left. Fix: try "
-            "again when it is less busy; `areal-lite doctor` checks this machine"
-        ) from error
+    for start in range(MOST_STARTS):
+        before = psutil.Process().children()
+        try:
+            ray.init(
+                address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env
+            )
+            return
+        except SystemExit as stop:  # what Ray's handler of SIGTERM raises; another thread may take a signal blocked here
+            raise KeyboardInterrupt from stop
+        except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+            raise ConfigError(
+                f"Ray was not joined: expected {address} to accept this machine, got: {error}. Fix: where it asks for "
+                "a token, copy the head's ~/.ray/auth_token to every node, or start all of Ray, and this command, with "
+                "RAY_AUTH_MODE=disabled"
+            ) from error
+        except Exception as error:  # Ray has no class for it
+            if SLOW not in str(error):
+                raise
+            _end_failed_start(before)
+            if start == MOST_STARTS - 1:
+                raise StallError(
+                    f"Ray did not start within 30 s, {MOST_STARTS} times: the machine is overloaded, or too little "
+                    "memory or disk is left. Fix: try again when it is less busy; `areal-lite doctor` checks this "
+                    "machine"
+                ) from error
+            print("areal-lite: this machine is too busy, Ray was not ready within 30 s; retrying", file=sys.stderr)
+
+
+def _end_failed_start(before: list[psutil.Process]) -> None:
+    """Kill the processes of a Ray that did not start, of which Ray itself keeps no record; `before` are no part of it."""
+    tree = list[psutil.Process]()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child not in before and any(_RAY in word for word in child.cmdline()):
+                tree += [child, *child.children(recursive=True)]
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(tree, timeout=_LEAVE_TIMEOUT_S)
 
 
 def _ignore_messages() -> None:
