@@ -101,7 +101,7 @@ def _join(address: str) -> None:
                 address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env
             )
             return
-        except SystemExit as stop:  # what Ray's handler of SIGTERM raises; another thread may take a signal blocked here
+        except SystemExit as stop:  # of Ray's handler of SIGTERM; another thread may take a signal blocked here
             raise KeyboardInterrupt from stop
         except (ray.exceptions.AuthenticationError, ConnectionError) as error:
             raise ConfigError(
@@ -123,7 +123,7 @@ def _join(address: str) -> None:
 
 
 def _end_failed_start(before: list[psutil.Process]) -> None:
-    """Kill the processes of a Ray that did not start, of which Ray itself keeps no record; `before` are no part of it."""
+    """Kill the processes of a Ray that did not start, of which Ray keeps no record; those of `before` are not its."""
     tree = list[psutil.Process]()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
